@@ -1,0 +1,1 @@
+"""Sidecar that watches one LLM engine: snapshot, forecast, risk, actions. Never imports torch."""

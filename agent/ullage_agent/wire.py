@@ -1,0 +1,249 @@
+"""What agent and operator say to each other: versioned, engine-neutral, standard dataclasses.
+
+Everything that crosses the wire is here and nothing else is; the operator imports this module alone of the
+agent. `None` always means "the engine cannot say", never zero. Encoding is JSON; decoding is strict about
+types and ranges and lenient about unknown fields, so that a newer peer may add some.
+
+Errors:
+    WireError (ValueError): a message that cannot be read; names the field's path and what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Literal, TypeVar
+
+import msgspec
+
+WIRE_VERSION = "ullage.dev/wire/v1"
+
+Action = Literal["evict", "compact", "throttle", "release", "drain"]
+Outcome = Literal["Succeeded", "Ineffective", "Failed", "Unsupported"]
+
+ACTIONS: tuple[Action, ...] = ("evict", "compact", "throttle", "release", "drain")
+
+
+class WireError(ValueError):
+    """A message from the peer that cannot be understood."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentity:
+    """Which engine process a report is about."""
+
+    type: str
+    """Adapter that read it: `ullage`, `vllm`, `sglang` or `fake`."""
+    instance: str
+    """Opaque; changes when the engine process is replaced, so that counters may restart."""
+    version: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One reading of an engine's KV cache and queue. Counts are blocks unless a name says otherwise."""
+
+    sampled_at: float
+    """Unix seconds by the agent's clock when the reading began."""
+    sequence: int | None = None
+    """The engine's own reading number; it never repeats within one instance."""
+    step: int | None = None
+    """The engine's step clock."""
+    step_age_s: float | None = None
+    """Seconds since the step loop last completed a pass (working or idle)."""
+
+    block_tokens: int | None = None
+    block_bytes: int | None = None
+    total_blocks: int | None = None
+    hot_blocks: int | None = None
+    """Blocks that running sequences hold: pressure."""
+    reclaimable_blocks: int | None = None
+    """Blocks kept only as prefix cache: supply, not pressure."""
+    free_blocks: int | None = None
+    largest_free_run_blocks: int | None = None
+    allocated_slots: int | None = None
+    """Token slots in hot blocks."""
+    filled_slots: int | None = None
+    """Token slots in hot blocks that hold a token."""
+    allocator_reserved_bytes: int | None = None
+    allocator_allocated_bytes: int | None = None
+
+    running: int | None = None
+    waiting: int | None = None
+    outstanding_blocks: int | None = None
+    """Further blocks that admitted and waiting requests may still ask for (bounded by max_tokens)."""
+
+    admitted_total: int | None = None
+    finished_total: int | None = None
+    preemptions_total: int | None = None
+    recomputed_tokens_total: int | None = None
+    prompt_tokens_total: int | None = None
+    generated_tokens_total: int | None = None
+    prefix_query_tokens_total: int | None = None
+    prefix_hit_tokens_total: int | None = None
+
+    host_total_bytes: int | None = None
+    host_used_bytes: int | None = None
+
+    admission_max_prompt_tokens: int | None = None
+    """Limit in force while throttled, None when any length is admitted."""
+    admission_expires_in_s: float | None = None
+    draining: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragmentation:
+    """Three figures in 0..1, kept apart: they have different causes and different remedies."""
+
+    external: float | None = None
+    """`1 - largest_free_run / free`; 1.0 when nothing is free."""
+    internal: float | None = None
+    """`1 - filled_slots / allocated_slots`; 0.0 when nothing is allocated."""
+    allocator: float | None = None
+    """`1 - allocated_bytes / reserved_bytes`; 0.0 when nothing is reserved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """When the pool can no longer serve demand already admitted. Seconds; None: not in sight."""
+
+    exhaustion_p10_s: float | None = None
+    exhaustion_p50_s: float | None = None
+    exhaustion_p90_s: float | None = None
+    growth_blocks_per_s: float | None = None
+    demand_blocks: int | None = None
+    supply_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One broken promise of an engine's metric contract."""
+
+    metric: str
+    problem: Literal["missing", "renamed", "not_finite", "out_of_range", "wrong_type", "stale"]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RiskReport:
+    """The agent's answer to `GET /v1/risk`."""
+
+    engine: EngineIdentity
+    generated_at: float
+    """Unix seconds by the agent's clock."""
+    sample_age_s: float | None
+    """Age of the snapshot when the report was made; None when the engine was never read."""
+    score: float | None
+    """Out-of-memory risk 0..100, the greatest of `terms`; None without a usable snapshot."""
+    winner: str | None
+    """Name of the greatest term."""
+    terms: dict[str, float] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+    fragmentation: Fragmentation | None = None
+    forecast: Forecast | None = None
+    capabilities: tuple[Action, ...] = ()
+    violations: tuple[Violation, ...] = ()
+    error: str | None = None
+    """Why the engine could not be read at the last attempt."""
+    version: str = WIRE_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionRequest:
+    """Body of `POST /v1/actions/{action}`. Which parameters apply depends on the action.
+
+    evict: exactly one of `ratio` (0..1, share of occupied blocks) and `bytes`; `dry_run`.
+    throttle: `max_prompt_tokens` and `ttl_s`. compact: `budget_ms`. drain: `timeout_s` bounds the wait.
+    """
+
+    ratio: float | None = None
+    bytes: int | None = None
+    max_prompt_tokens: int | None = None
+    ttl_s: float | None = None
+    budget_ms: int | None = None
+    dry_run: bool = False
+    timeout_s: float = 10.0
+    """Bound on the whole action; the answer comes before it ends."""
+    reason: str = ""
+    version: str = WIRE_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionResult:
+    """What an action really did. Nothing freed by an eviction is `Ineffective`, never `Succeeded`."""
+
+    action: Action
+    outcome: Outcome
+    message: str
+    blocks_freed: int = 0
+    bytes_freed: int = 0
+    dropped_blocks: int = 0
+    demoted_blocks: int = 0
+    sequences_touched: int = 0
+    duration_ms: float = 0.0
+    dry_run: bool = False
+    before: Snapshot | None = None
+    after: Snapshot | None = None
+    version: str = WIRE_VERSION
+
+
+T = TypeVar("T", RiskReport, ActionRequest, ActionResult)
+
+
+def encode(message: RiskReport | ActionRequest | ActionResult) -> bytes:
+    """JSON bytes of a message.
+
+    Raises:
+        WireError: a number in it is NaN or infinite.
+    """
+    _require_finite(message, "$")
+    return msgspec.json.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Read JSON bytes as `kind`.
+
+    Raises:
+        WireError: not JSON, a field missing or of the wrong type, a number out of range, another major version.
+    """
+    try:
+        message = msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"{kind.__name__}: {error}") from error
+    if message.version != WIRE_VERSION:
+        raise WireError(f"{kind.__name__}: version {message.version!r} is not {WIRE_VERSION!r}; upgrade the older peer")
+    problem = _range_problem(message)
+    if problem:
+        raise WireError(f"{kind.__name__}: {problem}")
+    return message
+
+
+def _require_finite(value: object, path: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise WireError(f"{path} is {value!r}, which JSON cannot carry")
+    if is_dataclass(value):
+        for part in fields(value):
+            _require_finite(getattr(value, part.name), f"{path}.{part.name}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _require_finite(item, f"{path}.{key}")
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            _require_finite(item, f"{path}[{index}]")
+
+
+def _range_problem(message: object) -> str | None:
+    if isinstance(message, RiskReport):
+        scores = {"score": message.score, **message.terms}
+        for name, score in scores.items():
+            if score is not None and not 0.0 <= score <= 100.0:
+                return f"{name} is {score}, outside 0..100"
+    if isinstance(message, ActionRequest):
+        if message.ratio is not None and not 0.0 < message.ratio <= 1.0:
+            return f"ratio is {message.ratio}, outside (0, 1]"
+        for name in ("bytes", "max_prompt_tokens", "ttl_s", "budget_ms", "timeout_s"):
+            amount = getattr(message, name)
+            if amount is not None and amount <= 0:
+                return f"{name} is {amount}; it must be above 0"
+    return None

@@ -1,0 +1,1 @@
+"""Command line for people: run an InferenceService manifest on this machine, without a cluster."""

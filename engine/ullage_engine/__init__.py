@@ -1,0 +1,1 @@
+"""Inference server with a paged, quantised KV cache whose cold blocks can be evicted."""

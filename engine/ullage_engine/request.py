@@ -1,0 +1,67 @@
+"""What goes into the step loop and what comes out of it: token ids only, no text and no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen."""
+
+    max_tokens: int
+    """Upper bound on generated tokens, at least 1."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    """In (0, 1]: the smallest set of tokens with at least this mass."""
+    seed: int | None = None
+    """None: seeded from the request id's position; a number makes the answer repeatable."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer with reason `stop`; the token itself is reported."""
+    logprobs: int | None = None
+    """None: not computed; n: the chosen token's log probability and those of the n likeliest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sequence to generate. `request_id` is unique among live requests."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutput:
+    """One event of a request. The last one has a `finish_reason`."""
+
+    request_id: str
+    token: int | None
+    """The token generated; None where the request ended without one (abort, error)."""
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was reused from the prefix cache."""
+
+
+Sink = Callable[[TokenOutput], None]
+"""Receives a request's events in order, in the step loop's thread; must return at once and not raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimit:
+    """Limit in force while throttled."""
+
+    max_prompt_tokens: int | None = None
+    max_total_blocks: int | None = None
+    """Blocks that prompt and `max_tokens` together may project to."""
+    expires_at: float = field(default=float("inf"))
+    """Monotonic seconds when the limit lifts by itself."""

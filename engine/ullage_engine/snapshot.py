@@ -1,0 +1,144 @@
+"""The engine's published state: immutable, taken after a step, read by any thread.
+
+`EngineSnapshot.to_json` is the body of `GET /admin/v1/kv`; its shape is part of the contract in
+`docs/contracts.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SNAPSHOT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """Blocks by state; the first four sum to `total`."""
+
+    total: int
+    free: int
+    active: int
+    """Referenced by at least one sequence."""
+    cached: int
+    """Referenced by none, kept for prefix reuse: reclaimable at once."""
+    in_flight: int
+    """Being stored to or loaded from a lower tier."""
+    pinned: int
+    """Of the active and cached ones, those that may not be evicted now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Totals since the process started."""
+
+    admitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    evicted_blocks: int = 0
+    evicted_tokens: int = 0
+    """Tokens of live sequences whose keys and values were dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierState:
+    """A lower memory tier, in bytes."""
+
+    total_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """State of pool, queue and counters between two steps."""
+
+    instance: str
+    sequence: int
+    model: str
+    engine_version: str
+    block_tokens: int
+    block_bytes: int
+    blocks: BlockCounts
+    largest_free_run: int
+    slots_allocated: int
+    slots_filled: int
+    running: int
+    waiting: int
+    outstanding_blocks: int
+    """Blocks that running and waiting requests may still ask for, by prompt left and `max_tokens`."""
+    counters: Counters
+    allocator_reserved_bytes: int
+    allocator_allocated_bytes: int
+    host: TierState | None
+    disk: TierState | None
+    step: int
+    stepped_at: float
+    """Monotonic seconds of the last completed pass of the loop, working or idle."""
+    max_prompt_tokens: int | None
+    max_total_blocks: int | None
+    limit_expires_at: float | None
+    """Monotonic seconds; None when no limit is in force."""
+    draining: bool
+
+    def to_json(self, now: float) -> dict[str, Any]:
+        """The wire form; `now` is monotonic seconds."""
+        remaining = None if self.limit_expires_at is None else max(0.0, self.limit_expires_at - now)
+        return {
+            "version": SNAPSHOT_VERSION,
+            "instance": self.instance,
+            "sequence": self.sequence,
+            "model": self.model,
+            "engine_version": self.engine_version,
+            "block_tokens": self.block_tokens,
+            "block_bytes": self.block_bytes,
+            "blocks": asdict(self.blocks),
+            "largest_free_run": self.largest_free_run,
+            "slots": {"allocated": self.slots_allocated, "filled": self.slots_filled},
+            "requests": {
+                "running": self.running,
+                "waiting": self.waiting,
+                "outstanding_blocks": self.outstanding_blocks,
+            },
+            "counters": asdict(self.counters),
+            "allocator": {
+                "reserved_bytes": self.allocator_reserved_bytes,
+                "allocated_bytes": self.allocator_allocated_bytes,
+            },
+            "host": None if self.host is None else asdict(self.host),
+            "disk": None if self.disk is None else asdict(self.disk),
+            "step": {"number": self.step, "age_s": max(0.0, now - self.stepped_at)},
+            "admission": {
+                "max_prompt_tokens": self.max_prompt_tokens,
+                "max_total_blocks": self.max_total_blocks,
+                "expires_in_s": remaining,
+                "draining": self.draining,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionReport:
+    """What an eviction really freed: the body of the answer to `POST /admin/v1/kv/evict`."""
+
+    blocks_freed: int
+    bytes_freed: int
+    dropped: int
+    """Blocks whose content is gone."""
+    demoted: int
+    """Blocks whose content moved to a lower tier."""
+    cached_blocks: int
+    """Of those freed, the ones nobody referenced."""
+    sequences_touched: int
+    tokens_dropped: int
+    eligible_blocks: int
+    """Blocks that could have been freed, wanted or not."""
+    requested_blocks: int
+    duration_ms: float
+    dry_run: bool

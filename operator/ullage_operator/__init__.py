@@ -1,0 +1,1 @@
+"""Kubernetes operator: reconciles InferenceService objects and remedies KV-cache risk."""
