@@ -1,0 +1,185 @@
+"""Settings of the engine and of its servers, one frozen dataclass per concern.
+
+Values are checked where they are made, so an object of these types can be trusted. Purpose: say what can be
+set, in which unit and range. Non-goal: reading arguments (`main`) or deciding sizes from a model (`sizing`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal, get_args
+
+from ullage_engine.errors import ConfigError
+
+KvType = Literal["fp8", "int8", "bf16", "fp32"]
+BlockSize = Literal[8, 16, 32]
+Dtype = Literal["auto", "float32", "bfloat16"]
+EvictionPolicy = Literal["recency"]
+
+KV_TYPES: tuple[KvType, ...] = get_args(KvType)
+BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?", re.IGNORECASE)
+_UNIT_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MAX_SIZE = 1 << 60
+
+
+def parse_size(text: str, *, name: str) -> int:
+    """Bytes from `1024`, `48MiB`, `48Mi` or `0.5GiB` (powers of 1024), `48MB` or `48M` (powers of 1000).
+
+    Raises:
+        ConfigError: anything else, or a size that is not at least one byte; the message begins with `name`.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{name}: {text!r} is not a size; write bytes or a unit, such as 48MiB or 0.5GiB")
+    unit = (match["unit"] or "").lower().removesuffix("b")
+    base = 1024 if unit.endswith("i") else 1000
+    size = int(Decimal(match["number"]) * base ** _UNIT_POWERS[unit.removesuffix("i")])
+    if not 1 <= size <= _MAX_SIZE:
+        raise ConfigError(f"{name}: {text!r} is {size} bytes, outside 1 byte to 1 EiB")
+    return size
+
+
+def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise ConfigError(f"{flag}: {value!r} cannot work; {remedy}")
+
+
+def _require_one_of(value: object, known: tuple[object, ...], flag: str) -> None:
+    _require(value in known, flag, value, f"choose one of {', '.join(map(str, known))}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the core needs to load a model and size its cache."""
+
+    model: str
+    """A Hugging Face folder, a `.gguf` file, or `package://MODULE/FILE`."""
+    served_name: str | None = None
+    """Name clients use; None: derived from `model`."""
+    kv_memory: int | None = None
+    """Bytes of the KV cache; None: chosen from the memory free after the model is loaded."""
+    kv_type: KvType = "fp8"
+    block_size: BlockSize = 16
+    """Tokens a block holds."""
+    max_model_len: int | None = None
+    """Greatest prompt plus answer, in tokens; None: the model's limit, as far as the cache can hold it."""
+    max_batch_tokens: int = 512
+    """Tokens computed in one step, prefill and decode together."""
+    max_sequences: int = 64
+    """Sequences running at once."""
+    max_queue: int = 256
+    """Requests waiting at once; more are refused with 429. 0: none may wait beyond the running ones."""
+    dtype: Dtype = "auto"
+    """Of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU."""
+    threads: int | None = None
+    """CPU threads of torch; None: torch's own choice."""
+    eviction_policy: EvictionPolicy = "recency"
+    protected_tokens: int = 256
+    """First tokens of each sequence that eviction never touches."""
+    recent_tokens: int = 256
+    """Last tokens of each sequence that eviction never touches."""
+    prefix_reuse: bool = True
+    cache_dir: Path | None = None
+    """Where converted weights are kept between starts; None: not kept."""
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(self.model.strip()),
+            "--model",
+            self.model,
+            "name a folder, a .gguf file or package://MODULE/FILE",
+        )
+        _require(
+            self.served_name is None or bool(self.served_name.strip()),
+            "--served-name",
+            self.served_name,
+            "give a name",
+        )
+        _require_one_of(self.kv_type, KV_TYPES, "--kv-type")
+        _require_one_of(self.block_size, BLOCK_SIZES, "--block-size")
+        _require_one_of(self.dtype, DTYPES, "--dtype")
+        _require_one_of(self.eviction_policy, EVICTION_POLICIES, "--eviction-policy")
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        above_zero = {
+            "--kv-memory": self.kv_memory,
+            "--max-model-len": self.max_model_len,
+            "--max-batch-tokens": self.max_batch_tokens,
+            "--max-sequences": self.max_sequences,
+            "--threads": self.threads,
+        }
+        for flag, value in above_zero.items():
+            _require(value is None or value >= 1, flag, value, "give a number of at least 1")
+        at_least_zero = {
+            "--max-queue": self.max_queue,
+            "--protected-tokens": self.protected_tokens,
+            "--recent-tokens": self.recent_tokens,
+        }
+        for flag, value in at_least_zero.items():
+            _require(value >= 0, flag, value, "give a number of at least 0")
+        _require(
+            self.max_batch_tokens >= self.max_sequences,
+            "--max-batch-tokens",
+            self.max_batch_tokens,
+            f"a step decodes a token of each sequence: give at least --max-sequences ({self.max_sequences})",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """`port` 0 means any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A Unix socket in the file system."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP side needs: addresses, limits and waits."""
+
+    public: TcpAddress = TcpAddress("0.0.0.0", 8000)
+    admin: UnixAddress | TcpAddress | None = None
+    """Reachable inside the pod only: a Unix socket or a loopback address. None: no admin interface."""
+    api_keys: frozenset[str] = frozenset()
+    """Keys of which a client must send one as `Authorization: Bearer`. Empty: no key is asked for."""
+    max_body_bytes: int = 4 * 1024 * 1024
+    """Greatest request body; a larger one is refused with 413."""
+    drain_seconds: float = 30.0
+    """How long requests in flight may go on after SIGTERM or SIGINT."""
+    health_step_age_s: float = 60.0
+    """`/health` fails once the step loop has not completed a pass for so long."""
+    ready_step_age_s: float = 10.0
+    """`/ready` fails once the step loop has not completed a pass for so long."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_body_bytes >= 1024, "--max-body", self.max_body_bytes, "give at least 1024 bytes")
+        _require(
+            0 <= self.drain_seconds <= 3600, "--drain-seconds", self.drain_seconds, "give 0 to 3600 seconds"
+        )
+        for flag, age in (
+            ("--health-step-age", self.health_step_age_s),
+            ("--ready-step-age", self.ready_step_age_s),
+        ):
+            _require(0 < age < float("inf"), flag, age, "give seconds above 0")
