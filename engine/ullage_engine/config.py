@@ -24,7 +24,7 @@ BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]i?B?|B)?", re.IGNORECASE)
 _UNIT_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_SIZE = 1 << 60
 

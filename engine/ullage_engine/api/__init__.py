@@ -1,0 +1,1 @@
+"""HTTP side of the engine: the OpenAI interface, the admin interface, and text to and from tokens."""
