@@ -77,9 +77,7 @@ def _check_quantity(value: str) -> str:
     if value.startswith("-"):
         raise fault(f"{value!r} is negative; give an amount above 0")
     meant = re.fullmatch(r"([0-9.]+)\s*([KMGTP])i?[Bb]?", value, re.IGNORECASE)
-    remedy = (
-        f'write "{meant[1]}{meant[2].upper()}i"' if meant else 'write a number with Ki, Mi or Gi, like "48Mi"'
-    )
+    remedy = f'write "{meant[1]}{meant[2].upper()}i"' if meant else 'write a number with Ki, Mi or Gi, like "48Mi"'
     raise fault(f"{value!r} is not a Kubernetes quantity; {remedy}")
 
 
@@ -87,9 +85,7 @@ def _check_cache_memory(value: str) -> str:
     size = parse_bytes(_check_quantity(value))
     if size < MINIMUM_KV_BYTES:
         digits = value.rstrip("mkKi")
-        raise fault(
-            f'{value!r} is {size} bytes, less than 1Mi; a suffix is missing or wrong, like "{digits}Mi"'
-        )
+        raise fault(f'{value!r} is {size} bytes, less than 1Mi; a suffix is missing or wrong, like "{digits}Mi"')
     return value
 
 
@@ -146,4 +142,4 @@ Timestamp = Annotated[
     PlainSerializer(_write_time, return_type=str),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
-"""RFC 3339 with microseconds, like `metav1.MicroTime`: cooldowns shorter than a second are derived from it."""
+"""RFC 3339 with microseconds, like `metav1.MicroTime`: short cooldowns are derived from records."""

@@ -33,9 +33,7 @@ def load_manifest(path: Path | str) -> InferenceService:
         raise ManifestError(f"{source}: {error.strerror or error}; check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ManifestError(f"{source}: is not valid YAML: {_one_line(str(error))}") from error
-    services = [
-        item for item in documents if isinstance(item, dict) and item.get("kind") == "InferenceService"
-    ]
+    services = [item for item in documents if isinstance(item, dict) and item.get("kind") == "InferenceService"]
     if len(services) != 1:
         found = [str(item.get("kind")) for item in documents if isinstance(item, dict)]
         raise ManifestError(

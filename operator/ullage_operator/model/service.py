@@ -86,12 +86,8 @@ def _service_name(metadata: ObjectMeta) -> ObjectMeta:
     name = metadata.name
     if len(name) > NAME_LIMIT:
         raise fault(f"{name!r} has {len(name)} characters; use at most {NAME_LIMIT}", field="name")
-    if not (
-        name[:1].isalpha() and name.replace("-", "a").isalnum() and name == name.lower() and name.isascii()
-    ):
-        raise fault(
-            f"{name!r} is not a DNS label; use lower-case letters, digits and -, a letter first", field="name"
-        )
+    if not (name[:1].isalpha() and name.replace("-", "a").isalnum() and name == name.lower() and name.isascii()):
+        raise fault(f"{name!r} is not a DNS label; use lower-case letters, digits and -, a letter first", field="name")
     if name.endswith("-"):
         raise fault(f"{name!r} ends with -; end it with a letter or digit", field="name")
     return metadata

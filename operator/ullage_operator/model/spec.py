@@ -90,8 +90,7 @@ class Engine(Part):
     def _only_what_is_served(cls, value: str) -> str:
         if value != "ullage":
             raise fault(
-                f"{value!r} cannot be started by this version; set ullage, "
-                f"or point an agent at your own {value} server"
+                f"{value!r} cannot be started by this version; set ullage, or point an agent at your own {value} server"
             )
         return value
 
@@ -131,9 +130,7 @@ class Replicas(Part):
         if self.min > self.max:
             raise fault(f"{self.min} is above max {self.max}; lower min or raise max", field="min")
         if self.desired is not None and not self.min <= self.desired <= self.max:
-            raise fault(
-                f"{self.desired} is outside min..max {self.min}..{self.max}; widen the range", field="desired"
-            )
+            raise fault(f"{self.desired} is outside min..max {self.min}..{self.max}; widen the range", field="desired")
         return self
 
 

@@ -1,0 +1,79 @@
+"""What goes into a decision and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from ullage_operator.model import InferenceService, Parameters, Remediation, RemedyAction
+from ullage_operator.observation import Observation
+
+Verdict = Literal["Hold", "Conclude", "Observe", "Propose", "Act"]
+"""Hold: do nothing. Conclude: a record ends. Observe: record what would be done. Propose: ask. Act: send it."""
+
+
+class Reason(StrEnum):
+    """Which check decided. These words appear in status, Events, metrics and records."""
+
+    PAUSED = "Paused"
+    """The service is suspended."""
+    OVERDUE = "Overdue"
+    """A record's time is over, or its engine is gone: it ends without another act."""
+    STALE_DATA = "StaleData"
+    """Readings are missing, failed or too old: authority decays with age, so nothing is done."""
+    AWAITING_APPROVAL = "AwaitingApproval"
+    """A proposal waits for a person."""
+    RISK_PASSED = "RiskPassed"
+    """A proposal is no longer needed."""
+    APPROVED = "Approved"
+    """A person approved a proposal, and it still applies."""
+    UNANSWERED = "Unanswered"
+    """An action was sent and its answer lost: it is sent again under the same key."""
+    SETTLING = "Settling"
+    """An action was carried out and its effect is not measurable yet."""
+    EFFECTIVE = "Effective"
+    """A reading taken after the action shows its effect."""
+    INEFFECTIVE = "Ineffective"
+    """A reading taken after the action shows no effect."""
+    RATE_LIMITED = "RateLimited"
+    """Risk is high, and the budget of actions per hour is spent."""
+    COOLING_DOWN = "CoolingDown"
+    """Risk is high, and every engine at risk was acted on a moment ago."""
+    EVICT = "EvictColdBlocks"
+    """Risk is at the threshold or above: drop the coldest blocks."""
+    THROTTLE = "ThrottleLongPrompts"
+    """Risk stays high though eviction failed, brought nothing or is not to be had: refuse long prompts."""
+    RELEASE = "ReleaseThrottle"
+    """Risk fell to the release threshold: admit long prompts again."""
+    EXHAUSTED = "LadderExhausted"
+    """Risk is high, and no step is left that the engine can take."""
+    HEALTHY = "Healthy"
+    """Nothing to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """All that a decision may depend on, besides the time."""
+
+    service: InferenceService
+    observations: tuple[Observation, ...]
+    """One for each engine that exists now, in any order."""
+    records: tuple[Remediation, ...]
+    """Remediations of this service, in any order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One decision, complete: whoever applies it needs nothing else."""
+
+    verdict: Verdict
+    reason: Reason
+    message: str
+    pod: str | None = None
+    action: RemedyAction | None = None
+    parameters: Parameters | None = None
+    updates: tuple[Remediation, ...] = ()
+    """Records to write, new or changed, before anything is sent."""
+    execute: Remediation | None = None
+    """The running record to send now, as it is after `updates`."""
