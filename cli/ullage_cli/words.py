@@ -1,0 +1,85 @@
+"""Figures and remediations in words; shared by the view, the plain lines and the summary. Pure."""
+
+from __future__ import annotations
+
+from ullage_operator.model import Phase, Remediation
+
+OUTCOMES: dict[Phase, str] = {
+    "Proposed": "decided",
+    "Approved": "approved",
+    "Running": "running",
+    "Succeeded": "effective",
+    "Ineffective": "not effective",
+    "Failed": "failed",
+    "Expired": "expired",
+}
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3:05`, `1:02:00`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d}"
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def mebibytes(count: int) -> str:
+    """`7.8 MiB`."""
+    return f"{count / 2**20:.1f} MiB"
+
+
+def ratio(value: float | None) -> str:
+    """A share as `0.82`, or a dash where it is not known."""
+    return "–" if value is None else f"{value:.2f}"
+
+
+def number(value: int | None) -> str:
+    """A count, or a dash where it is not known."""
+    return "–" if value is None else str(value)
+
+
+def exhaustion(seconds: tuple[float | None, float | None, float | None]) -> str:
+    """Forecast p10, p50, p90 as `full in ~12 s (5 s to 30 s)`."""
+    low, middle, high = seconds
+    if middle is None:
+        return "exhaustion not in sight"
+    if low is None or high is None:
+        return f"full in ~{duration(middle)}"
+    return f"full in ~{duration(middle)} ({duration(low)} to {duration(high)})"
+
+
+def risk_word(score: float | None) -> str:
+    """The score as a word, so that no colour is needed to read it."""
+    if score is None:
+        return "unknown"
+    if score >= 85:
+        return "critical"
+    return "elevated" if score > 60 else "calm"
+
+
+def intention(record: Remediation) -> str:
+    """What a remediation does, and why: `evict 20 % on demo-0, risk 88 by classic`."""
+    spec = record.spec
+    amount = ""
+    if spec.action == "evict" and spec.parameters.ratio is not None:
+        amount = f" {spec.parameters.ratio * 100:.0f} %"
+    if spec.action == "throttle" and spec.parameters.max_prompt_tokens is not None:
+        amount = f" above {spec.parameters.max_prompt_tokens} tokens"
+    winner = f" by {spec.inputs.winner}" if spec.inputs.winner else ""
+    return f"{spec.action}{amount} on {spec.pod}, risk {spec.inputs.score:.0f}{winner}"
+
+
+def result(record: Remediation) -> str:
+    """What came of it: `freed 42 blocks (7.8 MiB), risk 88 → 71`, or the record's own message."""
+    status = record.status
+    parts = []
+    if status.blocks_freed is not None:
+        parts.append(f"freed {status.blocks_freed} blocks ({mebibytes(status.bytes_freed or 0)})")
+    if status.after is not None:
+        before = status.before or record.spec.inputs
+        parts.append(f"risk {before.score:.0f} → {status.after.score:.0f}")
+    if not parts or status.phase in ("Failed", "Expired"):
+        parts.append(status.message)
+    return ", ".join(part for part in parts if part)
