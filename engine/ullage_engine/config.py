@@ -175,9 +175,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _require(self.max_body_bytes >= 1024, "--max-body", self.max_body_bytes, "give at least 1024 bytes")
-        _require(
-            0 <= self.drain_seconds <= 3600, "--drain-seconds", self.drain_seconds, "give 0 to 3600 seconds"
-        )
+        _require(0 <= self.drain_seconds <= 3600, "--drain-seconds", self.drain_seconds, "give 0 to 3600 seconds")
         for flag, age in (
             ("--health-step-age", self.health_step_age_s),
             ("--ready-step-age", self.ready_step_age_s),

@@ -1,16 +1,16 @@
 """Errors of the engine.
 
-    EngineError
-    ├── ConfigError          a setting that cannot work; ends the start with one line
-    │   ├── ModelError       the model cannot be found, read or served
-    │   └── SizingError      the KV cache does not fit the memory given
-    ├── RequestRejected      a request refused before it holds any memory
-    │   ├── RequestTooLong   can never fit, or exceeds a limit in force for good
-    │   ├── Overloaded       refused for now; carries `retry_after_s`
-    │   └── Draining         the engine no longer admits
-    ├── RequestFailed        one admitted request ended early; the others go on
-    ├── PoolExhausted        not enough free or reclaimable blocks; state unchanged
-    └── LoopUnavailable      the step loop did not answer in time or has ended
+EngineError
+├── ConfigError          a setting that cannot work; ends the start with one line
+│   ├── ModelError       the model cannot be found, read or served
+│   └── SizingError      the KV cache does not fit the memory given
+├── RequestRejected      a request refused before it holds any memory
+│   ├── RequestTooLong   can never fit, or exceeds a limit in force for good
+│   ├── Overloaded       refused for now; carries `retry_after_s`
+│   └── Draining         the engine no longer admits
+├── RequestFailed        one admitted request ended early; the others go on
+├── PoolExhausted        not enough free or reclaimable blocks; state unchanged
+└── LoopUnavailable      the step loop did not answer in time or has ended
 """
 
 from __future__ import annotations

@@ -161,18 +161,14 @@ class FakeCore:
             engine_version="0",
             block_tokens=pool.block_tokens,
             block_bytes=pool.block_bytes,
-            blocks=BlockCounts(
-                total=pool.total, free=free, active=active, cached=pool.cached, in_flight=0, pinned=0
-            ),
+            blocks=BlockCounts(total=pool.total, free=free, active=active, cached=pool.cached, in_flight=0, pinned=0),
             largest_free_run=free,
             slots_allocated=active * pool.block_tokens,
             slots_filled=active * pool.block_tokens,
             running=len(self._live),
             waiting=0,
             outstanding_blocks=0,
-            counters=Counters(
-                admitted=len(self.submitted), finished=self._finished, aborted=len(self.aborted)
-            ),
+            counters=Counters(admitted=len(self.submitted), finished=self._finished, aborted=len(self.aborted)),
             allocator_reserved_bytes=0,
             allocator_allocated_bytes=0,
             host=None,
@@ -200,9 +196,7 @@ class FakeCore:
                 refs=refs,
             )
 
-    def evict(
-        self, *, ratio: float | None, bytes_: int | None, dry_run: bool, timeout_s: float
-    ) -> EvictionReport:
+    def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool, timeout_s: float) -> EvictionReport:
         """See `EngineCore`: cached blocks are freed, never active ones."""
         with self._changed:
             if self.hung:
@@ -258,9 +252,7 @@ class FakeCore:
         live = self._live[request_id]
         if live.gate is not None and not live.gate.is_open:
             return False
-        ended = TokenOutput(
-            request_id=request_id, token=None, finish_reason="error", error="the script ended early"
-        )
+        ended = TokenOutput(request_id=request_id, token=None, finish_reason="error", error="the script ended early")
         item = next(live.outputs, ended)
         if isinstance(item, Gate):
             live.gate = item

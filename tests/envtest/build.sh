@@ -127,7 +127,7 @@ step "work folder: $(du -sm "$WORK" | cut -f1) MB"
 
 step 'check and install'
 for b in kube-apiserver kube-controller-manager; do [ "$("$WORK/bin/$b" --version)" = "Kubernetes $VERSION" ]; done
-"$WORK/bin/etcd" --version | grep -q '^etcd Version: 3\.5\.1$'
+ETCD=$("$WORK/bin/etcd" --version); [ "${ETCD%%$'\n'*}" = 'etcd Version: 3.5.1' ]   # no pipe: grep -q would kill etcd, and pipefail this script
 rm -f "$STAMP"
 for b in $BINS; do install -m 755 "$WORK/bin/$b" "$TARGET/.$b.new"; mv -f "$TARGET/.$b.new" "$TARGET/$b"; done
 cd "$TARGET"; { echo "$RECIPE"; sha256sum $BINS; } >"$STAMP.new"; mv -f "$STAMP.new" "$STAMP"

@@ -83,9 +83,7 @@ class EngineCore(Protocol):
         """State of every block after the last step."""
         ...
 
-    def evict(
-        self, *, ratio: float | None, bytes_: int | None, dry_run: bool, timeout_s: float
-    ) -> EvictionReport:
+    def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool, timeout_s: float) -> EvictionReport:
         """Evict cold blocks between two steps, waiting for the report. Exactly one of `ratio` (of the
         occupied blocks, 0 < ratio <= 1) and `bytes_` (> 0) is given.
 

@@ -72,9 +72,7 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 def unsupported(param: str, value: object, remedy: str) -> ApiError:
     """400: a parameter that would change the answer, and that this server does not have."""
-    return invalid(
-        f"{param}={shown(value)} is not supported; {remedy}", param=param, code="unsupported_parameter"
-    )
+    return invalid(f"{param}={shown(value)} is not supported; {remedy}", param=param, code="unsupported_parameter")
 
 
 def too_long(prompt_tokens: int, max_tokens: int, limit: int, *, param: str) -> ApiError:
@@ -132,9 +130,7 @@ def translate(error: Exception) -> ApiError:
             return ApiError(503, str(error), type_="service_unavailable", code="loop_unavailable")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
-    return ApiError(
-        500, "internal error; the server's log says more", type_="server_error", code="internal_error"
-    )
+    return ApiError(500, "internal error; the server's log says more", type_="server_error", code="internal_error")
 
 
 def _later(status: int, error: Overloaded, *, type_: str, code: str) -> ApiError:

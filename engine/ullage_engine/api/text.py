@@ -152,9 +152,7 @@ class Detokenizer:
         final = _without_split(text)
         contradicts = not final.startswith(self._sent)
         if contradicts and final != text and self._held < MAX_HELD:
-            return (
-                ""  # byte-fallback decoders spell a whole run of bytes as unknown until its last one is there
-            )
+            return ""  # byte-fallback decoders spell a whole run of bytes as unknown until its last one is there
         return self._emit(text, final)
 
     def finish(self) -> str:

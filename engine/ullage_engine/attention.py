@@ -1,0 +1,158 @@
+"""Attention over the paged cache, registered with transformers as one attention function.
+
+The model's own layers project, rotate and call it; it writes this step's keys and values into the cache and reads
+everything back from there, so a cold prefill and a prefix hit attend to the same (quantised) numbers.
+
+Non-goals: choosing blocks (`scheduler`) and byte geometry (`layout`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from ullage_engine.layout import BlockStore
+from ullage_engine.scheduler import Chunk
+
+NAME = "ullage_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences of one step whose chunks have equal length, attended to together."""
+
+    rows: torch.Tensor
+    """[N * count] indices into the step's packed tokens."""
+    count: int
+    """Query tokens of each sequence."""
+    tables: torch.Tensor
+    """[N, B] block ids, padded with each sequence's own first block."""
+    mask: torch.Tensor
+    """[N, 1, count, B * block_tokens] bool: key rows that exist and are not after the query."""
+    query_positions: torch.Tensor
+    """[N, count]."""
+    key_positions: torch.Tensor
+    """[N, B * block_tokens]; meaningless where the mask is False."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the attention function must know of one step."""
+
+    store: BlockStore
+    slots: torch.Tensor
+    """[T] where each packed token's key and value go."""
+    groups: tuple[Group, ...]
+
+
+def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device) -> Batch:
+    """Tensors of one step; decoding chunks form one group, each longer chunk its own."""
+    slots: list[int] = []
+    single: list[tuple[int, Chunk]] = []
+    groups: list[Group] = []
+    for chunk in chunks:
+        at = len(slots)
+        slots.extend(chunk.sequence.slots(chunk.count))
+        if chunk.count == 1:
+            single.append((at, chunk))
+        else:
+            groups.append(_group(store, [(at, chunk)], device))
+    if single:
+        groups.append(_group(store, single, device))
+    return Batch(store, torch.tensor(slots, device=device), tuple(groups))
+
+
+def _group(store: BlockStore, members: list[tuple[int, Chunk]], device: torch.device) -> Group:
+    """Tensors of chunks of equal length; each member comes with its offset in the packed tokens."""
+    size, count = store.layout.block_tokens, members[0][1].count
+    sequences = [chunk.sequence for _, chunk in members]
+    width = max(store.layout.blocks_for(s.kept + count) for s in sequences)
+    tables = torch.tensor([_padded(s.table, width) for s in sequences], device=device)
+    starts = torch.tensor([_padded(s.starts, width) for s in sequences], device=device)
+    kept = torch.tensor([s.kept for s in sequences], device=device)
+    computed = torch.tensor([s.computed for s in sequences], device=device)
+    steps = torch.arange(count, device=device)
+    row = torch.arange(width * size, device=device)
+    # query i of a sequence sees the rows kept before this chunk and the chunk's own up to itself
+    mask = row[None, None, :] <= (kept[:, None] + steps[None, :])[:, :, None]
+    return Group(
+        rows=torch.tensor([at + i for at, _ in members for i in range(count)], device=device),
+        count=count,
+        tables=tables,
+        mask=mask.unsqueeze(1),
+        query_positions=computed[:, None] + steps[None, :],
+        key_positions=(starts[:, :, None] + torch.arange(size, device=device)).flatten(1),
+    )
+
+
+def _padded(items: list[int], width: int) -> list[int]:
+    return items[:width] + [items[0]] * (width - len(items))
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    ullage_batch: Batch,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls in each layer.
+
+    Args:
+        query: [1, Hq, T, D] after RoPE; T packs the tokens of all sequences of this step.
+        key, value: [1, Hkv, T, D], not repeated for grouped queries.
+        attention_mask: None, as no mask is registered for this name; masks come with the batch.
+        sliding_window: keys at this distance or farther are not seen.
+        softcap: logits are squashed to `softcap * tanh(logits / softcap)`.
+
+    Returns:
+        [1, T, Hq, D] and no weights.
+    """
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    batch = ullage_batch
+    batch.store.write(layer, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    out = torch.empty_like(query[0].transpose(0, 1))  # [T, Hq, D]
+    for group in batch.groups:
+        keys, values = batch.store.read(layer, group.tables, query.dtype)
+        # [Hq, N * count, D] -> [N, Hq, count, D]
+        queries = query[0].index_select(1, group.rows).view(query.shape[1], -1, group.count, query.shape[3])
+        queries = queries.transpose(0, 1)
+        mask = _within(group, sliding_window)
+        result = attend(queries, keys, values, mask, scaling, softcap)
+        out[group.rows] = result.transpose(1, 2).flatten(0, 1)
+    return out.unsqueeze(0), None
+
+
+def _within(group: Group, sliding_window: int | None) -> torch.Tensor:
+    """The group's mask, narrowed to the window by true positions (rows may have been evicted in between)."""
+    if not sliding_window:
+        return group.mask
+    distance = group.query_positions[:, :, None] - group.key_positions[:, None, :]
+    return group.mask & (distance < sliding_window).unsqueeze(1)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Masked grouped-query attention; query [N, Hq, Q, D], key and value [N, Hkv, S, D], mask [N, 1, Q, S]."""
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    repeat = query.shape[1] // key.shape[1]
+    logits = query.float() @ key.float().repeat_interleave(repeat, 1).transpose(-1, -2) * scaling
+    logits = (softcap * torch.tanh(logits / softcap)).masked_fill(~mask, float("-inf"))
+    return (logits.softmax(-1) @ value.float().repeat_interleave(repeat, 1)).to(query.dtype)

@@ -1,0 +1,137 @@
+"""Put an engine together from its settings: find the model, size the cache, load, start the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from ullage_engine import models, sizing
+from ullage_engine.config import EngineConfig
+from ullage_engine.engine import Engine, EngineIdentity
+from ullage_engine.errors import ConfigError, SizingError
+from ullage_engine.eviction import Protection
+from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.loop import EngineLoop, LoopLimits
+from ullage_engine.pool import BlockPool
+from ullage_engine.prefix import PrefixIndex
+from ullage_engine.runner import ModelRunner
+from ullage_engine.scheduler import Scheduler
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """A running engine and what its server needs."""
+
+    core: EngineLoop
+    tokenizer: Any
+
+    def close(self) -> None:
+        self.core.close()
+
+
+def build_engine(config: EngineConfig) -> LoadedEngine:
+    """Load the model and start the step loop.
+
+    Raises:
+        ConfigError: with one line that names the setting, its value and the remedy.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = models.resolve(config.model)
+    folder = models.folder_for(source, config.cache_dir)
+    models.check_architecture(folder)
+    dtype = _dtype(config.dtype, device)
+    layout, blocks = _size(config, folder, dtype)
+    loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
+    try:
+        store = BlockStore(layout, blocks, device)
+    except RuntimeError as error:
+        raise SizingError(
+            f"--kv-memory: allocating {blocks} blocks of {layout.block_bytes} bytes failed on {device}: {error}"
+        ) from error
+    loop = assemble(config, loaded, store, device)
+    loop.start()
+    return LoadedEngine(loop, loaded.tokenizer)
+
+
+def assemble(config: EngineConfig, loaded: models.LoadedModel, store: BlockStore, device: torch.device) -> EngineLoop:
+    """Wire pool, scheduler, runner and loop around a loaded model; the loop is not started."""
+    blocks = store.data.shape[0]
+    salt = f"{loaded.name}|{loaded.folder}|{config.kv_type}|{config.block_size}"
+    pool = BlockPool(blocks, config.block_size, PrefixIndex(salt, config.block_size))
+    scheduler = Scheduler(
+        pool,
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+        prefix_reuse=config.prefix_reuse,
+    )
+    engine = Engine(
+        identity=EngineIdentity(model=loaded.name, version=version("ullage")),
+        runner=ModelRunner(loaded.model, store, device),
+        pool=pool,
+        scheduler=scheduler,
+        protection=Protection(first_tokens=config.protected_tokens, recent_tokens=config.recent_tokens),
+    )
+    limits = LoopLimits(
+        max_model_len=_context(config, models.shape_of(loaded.config).max_positions, blocks * config.block_size),
+        max_queue=config.max_queue,
+        max_sequences=config.max_sequences,
+    )
+    return EngineLoop(engine, limits, _eos_tokens(loaded))
+
+
+def _size(config: EngineConfig, folder: Any, dtype: torch.dtype) -> tuple[CacheLayout, int]:
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(folder, local_files_only=True)
+    shape = models.shape_of(model)
+    layout = CacheLayout(shape.layers, shape.kv_heads, shape.head_size, config.block_size, config.kv_type)
+    blocks = sizing.block_count(
+        layout,
+        kv_memory=config.kv_memory,
+        # weight files are bfloat16 as a rule; in float32 they take twice their size
+        weights=models.weight_bytes(folder) * dtype.itemsize // 2,
+        activations=sizing.activation_bytes(
+            hidden=model.hidden_size,
+            intermediate=model.intermediate_size,
+            vocabulary=model.vocab_size,
+            tokens=config.max_batch_tokens,
+            sequences=config.max_sequences,
+        ),
+        memory=sizing.read_memory(),
+    )
+    _context(config, shape.max_positions, blocks * config.block_size)
+    return layout, blocks
+
+
+def _context(config: EngineConfig, positions: int, cache_tokens: int) -> int:
+    """Greatest prompt plus answer: what the model and the cache can both hold."""
+    wanted = config.max_model_len
+    if wanted is None:
+        return min(positions, cache_tokens)
+    if wanted > positions:
+        raise ConfigError(f"--max-model-len: {wanted} is above the model's {positions} positions; lower it")
+    if wanted > cache_tokens:
+        raise SizingError(
+            f"--max-model-len: {wanted} tokens do not fit a KV cache of {cache_tokens} tokens; raise --kv-memory or "
+            f"lower it to {cache_tokens}"
+        )
+    return wanted
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def _eos_tokens(loaded: models.LoadedModel) -> frozenset[int]:
+    configured = loaded.model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in (*several, loaded.tokenizer.eos_token_id) if token is not None)

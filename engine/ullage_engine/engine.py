@@ -1,0 +1,290 @@
+"""One engine: admit, step, emit, evict. Single-threaded; `loop` gives it a thread and a face for other threads.
+
+`step` is the whole engine in one screen: plan, forward, sample, book, emit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ullage_engine.eviction import EvictionPlan, Protection, evict, plan_eviction
+from ullage_engine.pool import BlockPool
+from ullage_engine.request import AdmissionLimit, FinishReason, GenerationRequest, Sink, TokenOutput
+from ullage_engine.runner import ModelRunner
+from ullage_engine.sampler import Sampled, sample
+from ullage_engine.scheduler import Chunk, Scheduler
+from ullage_engine.sequence import Sequence
+from ullage_engine.snapshot import BlockCounts, Counters, EngineSnapshot, EvictionReport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentity:
+    """Who this engine is, for its snapshots."""
+
+    model: str
+    version: str
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(slots=True)
+class RequestTally:
+    """Totals since the start."""
+
+    admitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    evicted_blocks: int = 0
+    evicted_tokens: int = 0
+
+
+class Engine:
+    """Sequences in flight, and what happens to them between two steps."""
+
+    def __init__(
+        self,
+        *,
+        identity: EngineIdentity,
+        runner: ModelRunner,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        protection: Protection,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.identity = identity
+        self.pool = pool
+        self.scheduler = scheduler
+        self._runner = runner
+        self._protection = protection
+        self._clock = clock
+        self._live: dict[str, Sequence] = {}
+        self._arrivals = 0
+        self._readings = 0
+        self.steps = 0
+        self.tally = RequestTally()
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def add(self, request: GenerationRequest, sink: Sink) -> None:
+        """Queue a request that was checked to fit."""
+        sequence = Sequence(
+            request, sink, self._arrivals, list(request.prompt), self.pool.block_tokens, _generator(request)
+        )
+        self._arrivals += 1
+        self._live[request.request_id] = sequence
+        self.tally.admitted += 1
+        self.tally.prompt_tokens += len(request.prompt)
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request that nobody waits for any more; unknown ids are ignored."""
+        sequence = self._live.pop(request_id, None)
+        if sequence is not None:
+            self.tally.aborted += 1
+            self.scheduler.finish(sequence)
+
+    def fail_all(self, error: str) -> None:
+        """End every request with an error."""
+        for sequence in list(self._live.values()):
+            self._fail(sequence, error)
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One forward pass over what the scheduler chose, and what follows from its tokens."""
+        chunks = self.scheduler.plan()
+        for chunk, row in self._forward(chunks):
+            completes = chunk.completes
+            self.scheduler.computed(chunk)
+            if completes:
+                self._next_token(chunk.sequence, row)
+        self.steps += 1
+
+    def _forward(self, chunks: list[Chunk]) -> list[tuple[Chunk, torch.Tensor]]:
+        """Chunks computed, each with its logits row (empty for those that don't complete).
+
+        A pass that raises is repeated chunk by chunk, so that only the one that can't be computed fails: writing the
+        same keys and values to the same slots again does no harm.
+        """
+        if not chunks:
+            return []
+        try:
+            logits = iter(self._runner.forward(chunks))
+        except Exception as error:
+            if len(chunks) > 1:
+                return [pair for chunk in chunks for pair in self._forward([chunk])]
+            log.exception("request %s failed in the model", chunks[0].sequence.request_id)
+            self._fail(chunks[0].sequence, f"the model failed on this request: {type(error).__name__}")
+            return []
+        nothing = torch.empty(0)
+        return [(chunk, next(logits) if chunk.completes else nothing) for chunk in chunks]
+
+    def _next_token(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        chosen = sample(logits, sequence.request.sampling, sequence.generator)
+        if chosen is None:
+            self._fail(sequence, "the model produced NaN for this request")
+            return
+        sequence.tokens.append(chosen.token)
+        self.tally.generated_tokens += 1
+        reason = _finish_reason(sequence, chosen)
+        if reason is not None:
+            self._end(sequence)
+            self.tally.finished += 1
+        self._emit(sequence, _output(sequence, chosen, reason))
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        own = [block for block in sequence.table if self.pool.references(block) == 1]
+        for block in own:
+            self.pool.withdraw(block)
+        self._runner.scrub(own)
+        self._end(sequence)
+        self.tally.failed += 1
+        self._emit(
+            sequence,
+            TokenOutput(request_id=sequence.request_id, token=None, finish_reason="error", error=error),
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._live[sequence.request_id]
+        self.scheduler.finish(sequence)
+
+    def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
+        try:
+            sequence.sink(output)
+        except Exception:  # a receiver's fault ends its own request, never the loop
+            log.exception("the receiver of request %s failed", sequence.request_id)
+            self.abort(sequence.request_id)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool) -> EvictionReport:
+        """Free cold blocks; exactly one of `ratio` (of occupied blocks) and `bytes_` is given."""
+        began = self._clock()
+        size = self._runner.store.layout.block_bytes
+        occupied = self.pool.total - self.pool.free
+        wanted = -(-bytes_ // size) if bytes_ is not None else round(occupied * (ratio or 0.0) + 0.5)
+        plan = plan_eviction(self.pool, self.scheduler.running, min(wanted, occupied), self._protection)
+        cached, live, tokens = (plan.cached, plan.live_blocks, 0) if dry_run else self._evict(plan)
+        return EvictionReport(
+            blocks_freed=cached + live,
+            bytes_freed=(cached + live) * size,
+            dropped=cached + live,
+            demoted=0,
+            cached_blocks=cached,
+            sequences_touched=len(plan.cold),
+            tokens_dropped=tokens or plan.live_blocks * self.pool.block_tokens,
+            eligible_blocks=plan.eligible,
+            requested_blocks=plan.requested,
+            duration_ms=(self._clock() - began) * 1e3,
+            dry_run=dry_run,
+        )
+
+    def _evict(self, plan: EvictionPlan) -> tuple[int, int, int]:
+        freed = evict(self.pool, plan)
+        self.tally.evicted_blocks += freed.cached + freed.live
+        self.tally.evicted_tokens += freed.tokens
+        return freed.cached, freed.live, freed.tokens
+
+    def check_integrity(self) -> None:
+        """Hold the pool's books against all block tables; see `BlockPool.check_integrity`."""
+        self.pool.check_integrity(sequence.table for sequence in self.scheduler.live())
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, limit: AdmissionLimit | None, *, draining: bool) -> EngineSnapshot:
+        """The state between two steps, numbered."""
+        self._readings += 1
+        usage, scheduler = self.pool.usage(), self.scheduler
+        reserved, allocated = self._runner.store.allocator_bytes()
+        return EngineSnapshot(
+            instance=self.identity.instance,
+            sequence=self._readings,
+            model=self.identity.model,
+            engine_version=self.identity.version,
+            block_tokens=self.pool.block_tokens,
+            block_bytes=self._runner.store.layout.block_bytes,
+            blocks=BlockCounts(
+                total=usage.total,
+                free=usage.free,
+                active=usage.active,
+                cached=usage.cached,
+                in_flight=0,
+                pinned=0,
+            ),
+            largest_free_run=self.pool.largest_free_run(),
+            slots_allocated=usage.active * self.pool.block_tokens,
+            slots_filled=usage.slots_filled,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            outstanding_blocks=sum(sequence.outstanding_blocks for sequence in scheduler.live()),
+            counters=self._counters(),
+            allocator_reserved_bytes=reserved,
+            allocator_allocated_bytes=allocated,
+            host=None,
+            disk=None,
+            step=self.steps,
+            stepped_at=self._clock(),
+            max_prompt_tokens=limit.max_prompt_tokens if limit else None,
+            max_total_blocks=limit.max_total_blocks if limit else None,
+            limit_expires_at=limit.expires_at if limit else None,
+            draining=draining,
+        )
+
+    def _counters(self) -> Counters:
+        mine, queue = self.tally, self.scheduler.tally
+        return Counters(
+            admitted=mine.admitted,
+            finished=mine.finished,
+            failed=mine.failed,
+            aborted=mine.aborted,
+            preemptions=queue.preemptions,
+            recomputed_tokens=queue.recomputed_tokens,
+            prompt_tokens=mine.prompt_tokens,
+            generated_tokens=mine.generated_tokens,
+            prefix_query_tokens=queue.prefix_query_tokens,
+            prefix_hit_tokens=queue.prefix_hit_tokens,
+            evicted_blocks=mine.evicted_blocks,
+            evicted_tokens=mine.evicted_tokens,
+        )
+
+
+def _generator(request: GenerationRequest) -> torch.Generator | None:
+    if request.sampling.temperature == 0:
+        return None
+    generator = torch.Generator()
+    if request.sampling.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(request.sampling.seed % (1 << 63))
+    return generator
+
+
+def _finish_reason(sequence: Sequence, chosen: Sampled) -> FinishReason | None:
+    if chosen.token in sequence.request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if sequence.remaining <= 0 else None
+
+
+def _output(sequence: Sequence, chosen: Sampled, reason: FinishReason | None) -> TokenOutput:
+    return TokenOutput(
+        request_id=sequence.request_id,
+        token=chosen.token,
+        logprob=chosen.logprob,
+        top_logprobs=chosen.top,
+        finish_reason=reason,
+        cached_tokens=sequence.cached_tokens,
+    )

@@ -1,0 +1,213 @@
+"""Where every byte of the KV cache lies: the one object that knows strides and offsets.
+
+A *block* holds `block_tokens` tokens of all layers and KV heads in one contiguous byte range: the unit of sharing,
+transfer and dense sequences. It is a grid of layers x heads *cells*; a cell holds `block_tokens` tokens of one KV
+head in one layer as four sections, each aligned to `ALIGN` bytes: K codes [tokens, D], K scales [tokens, G], V
+codes, V scales (no scale sections where the type has none). Scales lie inside the cell, so they travel with values.
+
+Non-goal: which block belongs to whom (`pool`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from ullage_engine.errors import ConfigError
+from ullage_engine.quant import CACHE_TYPES, CacheType, KvType, dequantise, quantise
+
+ALIGN = 16
+"""Bytes: every section and so every cell and block starts on such a boundary."""
+BLOCK_SIZES = (8, 16, 32)
+MAX_GROUP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CellShape:
+    """Sections of one cell of one layer, in bytes from the cell's start."""
+
+    kind: CacheType
+    k_codes: int
+    k_scales: int
+    v_codes: int
+    v_scales: int
+    size: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Byte geometry of blocks.
+
+    Raises:
+        ConfigError: a shape that cannot be laid out.
+    """
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    block_tokens: int = 16
+    kv_type: KvType = "fp8"
+    group: int | None = None
+    """Channels that share a scale; None: min(128, head_size)."""
+    layer_types: Mapping[int, KvType] = field(default_factory=dict)
+    """Layers stored in another type than `kv_type`."""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens not in BLOCK_SIZES:
+            raise ConfigError(f"block size {self.block_tokens} is not one of {BLOCK_SIZES}")
+        if self.head_size % self.group_size:
+            raise ConfigError(f"scale group {self.group_size} does not divide the head size {self.head_size}")
+        unknown = sorted(layer for layer in self.layer_types if not 0 <= layer < self.layers)
+        if unknown:
+            raise ConfigError(f"cache type given for layers {unknown}, but the model has layers 0 to {self.layers - 1}")
+
+    @property
+    def group_size(self) -> int:
+        return self.group or min(MAX_GROUP, self.head_size)
+
+    @property
+    def groups(self) -> int:
+        """Scales per (token, head)."""
+        return self.head_size // self.group_size
+
+    @cached_property
+    def cells(self) -> tuple[CellShape, ...]:
+        """Cell geometry of each layer."""
+        return tuple(self._cell(CACHE_TYPES[self.layer_types.get(i, self.kv_type)]) for i in range(self.layers))
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Bytes from a block's start to the layer's first cell."""
+        offsets, at = [], 0
+        for cell in self.cells:
+            offsets.append(at)
+            at += cell.size * self.kv_heads
+        return tuple(offsets)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        return sum(cell.size for cell in self.cells) * self.kv_heads
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Cache bytes one token takes, scales included."""
+        return self.block_bytes / self.block_tokens
+
+    def cell_offset(self, layer: int, head: int) -> int:
+        """Bytes from a block's start to the cell of (layer, head)."""
+        return self.layer_offsets[layer] + head * self.cells[layer].size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` tokens fill, the last one perhaps in part."""
+        return -(-tokens // self.block_tokens)
+
+    def _cell(self, kind: CacheType) -> CellShape:
+        codes = _aligned(self.block_tokens * self.head_size * kind.element_bytes)
+        scales = _aligned(self.block_tokens * self.groups * 4) if kind.quantised else 0
+        half = codes + scales
+        return CellShape(kind, 0, codes, half, half + codes, 2 * half)
+
+
+class BlockStore:
+    """The bytes of all blocks, [blocks, block_bytes] uint8, with typed views made by the layout.
+
+    Not thread-safe: the step loop alone touches it.
+    """
+
+    def __init__(self, layout: CacheLayout, blocks: int, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.data = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def allocator_bytes(self) -> tuple[int, int]:
+        """Bytes that torch's allocator has reserved and, of those, handed out; on a CPU the store itself."""
+        if self.data.device.type == "cuda":
+            return torch.cuda.memory_reserved(self.data.device), torch.cuda.memory_allocated(self.data.device)
+        return self.nbytes, self.nbytes
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Quantise and store one layer's rows.
+
+        Args:
+            slots: [T] int64, `block * block_tokens + offset`, all different.
+            keys, values: [T, kv_heads, head_size], after RoPE.
+        """
+        block, offset = slots // self.layout.block_tokens, slots % self.layout.block_tokens
+        cell = self.layout.cells[layer]
+        for rows, at, scales_at in ((keys, cell.k_codes, cell.k_scales), (values, cell.v_codes, cell.v_scales)):
+            codes, scales = quantise(rows, cell.kind, self.layout.group_size)
+            self._codes(layer, at)[block, :, offset] = codes.view(_storage(cell.kind))
+            if scales is not None:
+                self._scales(layer, scales_at)[block, :, offset] = scales
+
+    def read(self, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantised keys and values, each [N, kv_heads, B * block_tokens, head_size], of blocks [N, B] int64."""
+        layout, cell = self.layout, self.layout.cells[layer]
+        count, width = blocks.shape
+        rows = self._rows(layer).index_select(0, blocks.reshape(-1))
+        # [N, B, H, cell] -> [N, H, B, cell]: one copy of bytes, before they grow to floats
+        rows = rows.view(count, width, layout.kv_heads, cell.size).transpose(1, 2).contiguous()
+        shape = (count, layout.kv_heads, width * layout.block_tokens)
+        return (
+            self._section(rows, cell.kind, cell.k_codes, cell.k_scales, shape, dtype),
+            self._section(rows, cell.kind, cell.v_codes, cell.v_scales, shape, dtype),
+        )
+
+    def _section(
+        self,
+        rows: torch.Tensor,
+        kind: CacheType,
+        codes_at: int,
+        scales_at: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        tokens, size, groups = self.layout.block_tokens, self.layout.head_size, self.layout.groups
+        codes = rows[..., codes_at : codes_at + tokens * size * kind.element_bytes]
+        scales = None
+        if kind.quantised:
+            raw = rows[..., scales_at : scales_at + tokens * groups * 4].contiguous()
+            scales = raw.view(torch.float32).view(*shape, groups)
+        return dequantise(codes.contiguous().view(kind.element).view(*shape, size), scales, dtype)
+
+    def _rows(self, layer: int) -> torch.Tensor:
+        """One layer of every block, [blocks, kv_heads * cell bytes]."""
+        start = self.layout.layer_offsets[layer]
+        return self.data[:, start : start + self.layout.kv_heads * self.layout.cells[layer].size]
+
+    def _codes(self, layer: int, at: int) -> torch.Tensor:
+        """[blocks, kv_heads, block_tokens, head_size] of the storage type."""
+        kind = self.layout.cells[layer].kind
+        return self._strided(layer, at, _storage(kind), self.layout.head_size)
+
+    def _scales(self, layer: int, at: int) -> torch.Tensor:
+        """[blocks, kv_heads, block_tokens, groups] float32."""
+        return self._strided(layer, at, torch.float32, self.layout.groups)
+
+    def _strided(self, layer: int, at: int, dtype: torch.dtype, width: int) -> torch.Tensor:
+        layout, unit = self.layout, dtype.itemsize
+        start = layout.layer_offsets[layer] + at
+        return (
+            self.data.view(-1)
+            .view(dtype)
+            .as_strided(
+                (self.data.shape[0], layout.kv_heads, layout.block_tokens, width),
+                (layout.block_bytes // unit, layout.cells[layer].size // unit, width, 1),
+                start // unit,
+            )
+        )
+
+
+def _storage(kind: CacheType) -> torch.dtype:
+    """The dtype to index with: torch's advanced indexing does not know e4m3."""
+    return torch.uint8 if kind.element == torch.float8_e4m3fn else kind.element
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

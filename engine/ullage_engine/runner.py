@@ -1,0 +1,52 @@
+"""Run the model over one step's packed tokens. Knows tensors and the model; knows nothing of queues or policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ullage_engine.attention import make_batch
+from ullage_engine.layout import BlockStore
+from ullage_engine.scheduler import Chunk
+
+
+class ModelRunner:
+    """Forward passes of one model over one block store."""
+
+    def __init__(self, model: Any, store: BlockStore, device: torch.device) -> None:
+        self._model = model
+        self.store = store
+        self._device = device
+
+    @torch.inference_mode()
+    def forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Compute all chunks in one pass and write their keys and values.
+
+        Returns:
+            Logits [n, V] float32 of the last token of each chunk that completes its sequence, in order.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for chunk in chunks:
+            start, stop = chunk.sequence.computed, chunk.sequence.computed + chunk.count
+            tokens.extend(chunk.sequence.tokens[start:stop])
+            positions.extend(range(start, stop))
+            if chunk.completes:
+                last.append(len(tokens) - 1)
+        output = self._model(
+            input_ids=torch.tensor([tokens], device=self._device),
+            position_ids=torch.tensor([positions], device=self._device),
+            use_cache=False,
+            # the head over one row at least: an empty selection is not defined for every architecture
+            logits_to_keep=torch.tensor(last or [len(tokens) - 1], device=self._device),
+            ullage_batch=make_batch(self.store, chunks, self._device),
+        )
+        logits: torch.Tensor = output.logits[0, : len(last)].float()
+        return logits
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero blocks whose content may hold NaN, before others get them."""
+        if blocks:
+            self.store.data[torch.tensor(blocks, device=self._device)] = 0

@@ -1,0 +1,43 @@
+"""From logits to tokens: greedy, or temperature and nucleus sampling with each sequence's own randomness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ullage_engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One chosen token."""
+
+    token: int
+    logprob: float | None = None
+    """Natural logarithm of its probability before temperature; None when not asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> Sampled | None:
+    """Choose one token from logits [V]; None where the model gave NaN, from which nothing can be chosen."""
+    if torch.isnan(logits).any():
+        return None
+    token = int(logits.argmax()) if params.temperature == 0 else _draw(logits, params, generator)
+    if params.logprobs is None:
+        return Sampled(token)
+    logprobs = logits.float().log_softmax(-1)
+    values, indices = logprobs.topk(min(params.logprobs, logits.numel()))
+    top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
+    return Sampled(token, float(logprobs[token]), top)
+
+
+def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
+    # double, and the peak moved to 0 first: tiny temperatures then sharpen instead of overflowing
+    probs = ((logits.double() - logits.double().max()) / params.temperature).softmax(-1)
+    if params.top_p >= 1.0:
+        return int(torch.multinomial(probs, 1, generator=generator))
+    ordered, indices = probs.sort(descending=True)
+    # a token stays when the mass before it is below top_p, so the likeliest always does
+    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= params.top_p, 0.0)
+    return int(indices[torch.multinomial(ordered, 1, generator=generator)])

@@ -1,0 +1,115 @@
+"""One request's tokens and the blocks that hold their keys and values.
+
+Four lengths, never mixed up:
+- `len(tokens)`: prompt and generated tokens so far;
+- `computed`: tokens whose keys and values are in the cache or were dropped from it; it sets the next RoPE position,
+  and eviction never lowers it;
+- `kept`: rows present in the block table, `computed - dropped`;
+- `capacity`: rows that the table's blocks could hold.
+
+A dense sequence keeps whole blocks for all heads alike, so its table is one list. Eviction takes whole blocks out of
+the middle; what remains keeps its position, because past keys carry RoPE already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ullage_engine.prefix import PrefixEntry
+from ullage_engine.request import GenerationRequest, Sink
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """State of one live request; the scheduler and the eviction planner change it, in the step loop's thread."""
+
+    request: GenerationRequest
+    sink: Sink
+    arrival: int
+    """Order of arrival; kept over preemptions."""
+    tokens: list[int]
+    block_tokens: int
+    generator: torch.Generator | None = None
+    """Source of randomness of its own, so that an answer does not depend on who else is in the batch."""
+    table: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Position of the first token of each block in `table`."""
+    computed: int = 0
+    dropped: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens reused from the prefix cache at the first admission."""
+    chain: PrefixEntry | None = None
+    """Last published block of this sequence's prefix."""
+    published: int = 0
+    """Tokens covered by `chain`."""
+    publishing: bool = True
+    """False once its content can't be reused by others (blocks dropped, chain broken) or reuse is off."""
+    passed_over: int = 0
+    """Times a later request was admitted before this one while it waited."""
+    preempted: bool = False
+    recompute_until: int = 0
+    """Tokens below this one were computed before a preemption."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def kept(self) -> int:
+        return self.computed - self.dropped
+
+    @property
+    def capacity(self) -> int:
+        return len(self.table) * self.block_tokens
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.request.sampling.max_tokens - self.generated
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only its newest token awaits computation."""
+        return self.computed == len(self.tokens) - 1 and self.generated > 0
+
+    @property
+    def outstanding_blocks(self) -> int:
+        """Blocks it may still ask for: rows of all its tokens to come, less those its table can hold already."""
+        rows = len(self.tokens) + self.remaining - self.dropped
+        return max(0, -(-rows // self.block_tokens) - len(self.table))
+
+    def slots(self, count: int) -> list[int]:
+        """Slots of the next `count` tokens to compute; the table must have room."""
+        size = self.block_tokens
+        return [self.table[row // size] * size + row % size for row in range(self.kept, self.kept + count)]
+
+    def append_blocks(self, blocks: list[int]) -> None:
+        """Extend the table with blocks for the tokens that follow its capacity."""
+        first = self.capacity + self.dropped
+        self.starts.extend(first + i * self.block_tokens for i in range(len(blocks)))
+        self.table.extend(blocks)
+
+    def drop_blocks(self, indices: list[int]) -> list[int]:
+        """Take whole, filled blocks (indices into `table`) out; returns their ids. Positions stay as they are."""
+        gone = set(indices)
+        blocks = [self.table[i] for i in indices]
+        self.table = [block for i, block in enumerate(self.table) if i not in gone]
+        self.starts = [start for i, start in enumerate(self.starts) if i not in gone]
+        self.dropped += len(blocks) * self.block_tokens
+        self.publishing = False
+        return blocks
+
+    def reset(self) -> list[int]:
+        """Forget the cache content (preemption): all tokens are to be computed anew. Returns the blocks held."""
+        blocks = self.table
+        self.table, self.starts = [], []
+        self.recompute_until = max(self.recompute_until, self.computed)
+        self.computed = self.dropped = self.published = 0
+        self.chain, self.publishing, self.preempted = None, True, True
+        return blocks
