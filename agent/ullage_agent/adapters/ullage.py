@@ -1,0 +1,291 @@
+"""Adapter of our own engine: the admin JSON of `docs/contracts.md`.
+
+`compact` is offered only by engines that have the route; the adapter looks once per engine instance, with a GET
+that such an engine refuses by method (405) and others by path (404).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ullage_agent.adapters.base import AdapterConfig, Reading
+from ullage_agent.adapters.contract import Field, Ledger, build_snapshot, read_json
+from ullage_agent.adapters.transport import EngineHttp, parse_endpoint
+from ullage_agent.clock import Clock
+from ullage_agent.errors import EngineError, EngineProtocolError, EngineRefused, EngineTimeout
+from ullage_agent.wire import Action, ActionRequest, ActionResult, EngineIdentity, Outcome, Snapshot
+
+SNAPSHOT_VERSION = 1
+SNAPSHOT_PATH = "/admin/v1/kv"
+EVICT_PATH = "/admin/v1/kv/evict"
+COMPACT_PATH = "/admin/v1/kv/compact"
+ADMISSION_PATH = "/admin/v1/admission"
+DRAIN_PATH = "/admin/v1/drain"
+
+MAX_ANSWER_BYTES = 1 << 20
+PROBE_SHARE = 0.25
+"""Share of the read timeout that looking for an optional route may take."""
+DRAIN_SHARE = 0.8
+"""Share of an action's time that the engine may wait for its requests; the rest is for the answer."""
+
+FIELDS: tuple[Field, ...] = (
+    Field(attribute="sequence", source="sequence"),
+    Field(attribute="step", source="step.number"),
+    Field(attribute="step_age_s", source="step.age_s", kind="float"),
+    Field(attribute="block_tokens", source="block_tokens", low=1),
+    Field(attribute="block_bytes", source="block_bytes", low=1),
+    Field(attribute="total_blocks", source="blocks.total", low=1),
+    Field(attribute="hot_blocks", source="blocks.active"),
+    Field(attribute="reclaimable_blocks", source="blocks.cached"),
+    Field(attribute="free_blocks", source="blocks.free"),
+    Field(attribute="largest_free_run_blocks", source="largest_free_run"),
+    Field(attribute="allocated_slots", source="slots.allocated"),
+    Field(attribute="filled_slots", source="slots.filled"),
+    Field(attribute="allocator_reserved_bytes", source="allocator.reserved_bytes"),
+    Field(attribute="allocator_allocated_bytes", source="allocator.allocated_bytes"),
+    Field(attribute="running", source="requests.running"),
+    Field(attribute="waiting", source="requests.waiting"),
+    Field(attribute="outstanding_blocks", source="requests.outstanding_blocks"),
+    Field(attribute="admitted_total", source="counters.admitted"),
+    Field(attribute="finished_total", source="counters.finished"),
+    Field(attribute="preemptions_total", source="counters.preemptions"),
+    Field(attribute="recomputed_tokens_total", source="counters.recomputed_tokens"),
+    Field(attribute="prompt_tokens_total", source="counters.prompt_tokens"),
+    Field(attribute="generated_tokens_total", source="counters.generated_tokens"),
+    Field(attribute="prefix_query_tokens_total", source="counters.prefix_query_tokens"),
+    Field(attribute="prefix_hit_tokens_total", source="counters.prefix_hit_tokens"),
+    Field(attribute="host_total_bytes", source="host.total_bytes", nullable=True),
+    Field(attribute="host_used_bytes", source="host.used_bytes", nullable=True),
+    Field(attribute="admission_max_prompt_tokens", source="admission.max_prompt_tokens", nullable=True),
+    Field(attribute="admission_expires_in_s", source="admission.expires_in_s", kind="float", nullable=True),
+    Field(attribute="draining", source="admission.draining", kind="bool"),
+)
+"""The metric contract: every value of a snapshot, by its path in the engine's JSON."""
+
+IN_FLIGHT = Field(attribute="in_flight", source="blocks.in_flight")
+
+IDENTITY_FIELDS: tuple[Field, ...] = (
+    Field(attribute="instance", source="instance", kind="text", low=1),
+    Field(attribute="version", source="engine_version", kind="text"),
+    Field(attribute="model", source="model", kind="text"),
+)
+
+_EVICTION_COUNTS: tuple[Field, ...] = (
+    Field(attribute="blocks_freed", source="blocks_freed"),
+    Field(attribute="bytes_freed", source="bytes_freed"),
+    Field(attribute="dropped_blocks", source="dropped"),
+    Field(attribute="demoted_blocks", source="demoted"),
+    Field(attribute="sequences_touched", source="sequences_touched"),
+    Field(attribute="duration_ms", source="duration_ms", kind="float"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What one admin call did, before snapshots are put beside it."""
+
+    outcome: Outcome
+    message: str
+    counts: dict[str, Any]
+
+
+class UllageAdapter:
+    """Reads and steers one Ullage engine. Implements `EngineAdapter`."""
+
+    def __init__(self, http: EngineHttp, clock: Clock, *, read_timeout_s: float = 2.0) -> None:
+        self._http = http
+        self._clock = clock
+        self._read_timeout_s = read_timeout_s
+        self._probed_instance: str | None = None
+        self._capabilities: tuple[Action, ...] = ("evict", "throttle", "release", "drain")
+        self._calls: dict[Action, Callable[[ActionRequest, str], Awaitable[Effect]]] = {
+            "evict": self._evict,
+            "compact": self._compact,
+            "throttle": self._throttle,
+            "release": self._release,
+            "drain": self._drain,
+        }
+
+    @classmethod
+    def from_config(cls, config: AdapterConfig) -> UllageAdapter:
+        http = EngineHttp(parse_endpoint(config.url), max_bytes=MAX_ANSWER_BYTES)
+        return cls(http, config.clock, read_timeout_s=config.read_timeout_s)
+
+    async def read(self) -> Reading:
+        reading = await self._read_snapshot()
+        if reading.identity.instance != self._probed_instance:
+            await self._probe_compact(reading.identity.instance)
+        return reading
+
+    async def act(self, action: Action, request: ActionRequest, idempotency_key: str) -> ActionResult:
+        if action not in self._capabilities:
+            return ActionResult(action=action, outcome="Unsupported", message=f"this engine does not offer {action}")
+        before = (await self._read_snapshot()).snapshot
+        effect = await self._calls[action](request, idempotency_key)
+        after = await self._snapshot_or_none()
+        if action == "compact":
+            effect = _compaction_effect(before, after)
+        return ActionResult(
+            action=action,
+            outcome=effect.outcome,
+            message=effect.message,
+            dry_run=request.dry_run,
+            before=before,
+            after=after,
+            **effect.counts,
+        )
+
+    def capabilities(self) -> tuple[Action, ...]:
+        return self._capabilities
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _read_snapshot(self) -> Reading:
+        sampled_at = self._clock.wall()
+        answer = await self._http.get(SNAPSHOT_PATH, timeout_s=self._read_timeout_s)
+        if answer.status != 200:
+            raise EngineRefused(
+                f"GET {SNAPSHOT_PATH} answered {answer.status}: {_excerpt(answer.body)}", status=answer.status
+            )
+        return parse_snapshot(answer.body, sampled_at)
+
+    async def _snapshot_or_none(self) -> Snapshot | None:
+        """The state after an action; its loss must not make a done action look failed."""
+        try:
+            return (await self._read_snapshot()).snapshot
+        except EngineError:
+            return None
+
+    async def _probe_compact(self, instance: str) -> None:
+        try:
+            answer = await self._http.get(COMPACT_PATH, timeout_s=self._read_timeout_s * PROBE_SHARE)
+            offered = answer.status == 405
+        except EngineTimeout:
+            offered = False  # looking again at every reading would make each of them late
+        except EngineError:
+            return  # unknown: the next reading looks again
+        self._probed_instance = instance
+        others = tuple(action for action in self._capabilities if action != "compact")
+        self._capabilities = (*others, "compact") if offered else others
+
+    async def _post(self, path: str, body: dict[str, Any], request: ActionRequest, key: str) -> dict[str, Any]:
+        answer = await self._http.post(path, body, key=key, timeout_s=request.timeout_s)
+        if answer.status != 200:
+            raise EngineRefused(f"POST {path} answered {answer.status}: {_excerpt(answer.body)}", status=answer.status)
+        return parse_object(answer.body, path)
+
+    async def _evict(self, request: ActionRequest, key: str) -> Effect:
+        amount = {"ratio": request.ratio} if request.bytes is None else {"bytes": request.bytes}
+        body = {**amount, "tiers": ["drop"], "dry_run": request.dry_run}
+        report = await self._post(EVICT_PATH, body, request, key)
+        counts = require(report, _EVICTION_COUNTS, EVICT_PATH)
+        freed, size = counts["blocks_freed"], counts["bytes_freed"]
+        if freed == 0:
+            return Effect(outcome="Ineffective", message="no block could be freed", counts=counts)
+        verb = "would free" if request.dry_run else "freed"
+        return Effect(outcome="Succeeded", message=f"{verb} {freed} blocks, {size} bytes", counts=counts)
+
+    async def _compact(self, request: ActionRequest, key: str) -> Effect:
+        await self._post(COMPACT_PATH, {"budget_ms": request.budget_ms}, request, key)
+        return Effect(outcome="Ineffective", message="", counts={})
+
+    async def _throttle(self, request: ActionRequest, key: str) -> Effect:
+        body = {"max_prompt_tokens": request.max_prompt_tokens, "max_total_blocks": None, "ttl_s": request.ttl_s}
+        answer = await self._post(ADMISSION_PATH, body, request, key)
+        limit = answer.get("max_prompt_tokens")
+        if limit != request.max_prompt_tokens:
+            raise EngineProtocolError(f"POST {ADMISSION_PATH}: the limit in force is {limit!r} after throttling")
+        message = f"prompts above {limit} tokens are refused for {request.ttl_s:g} s"
+        return Effect(outcome="Succeeded", message=message, counts={})
+
+    async def _release(self, request: ActionRequest, key: str) -> Effect:
+        body = {"max_prompt_tokens": None, "max_total_blocks": None, "ttl_s": None}
+        answer = await self._post(ADMISSION_PATH, body, request, key)
+        if answer.get("max_prompt_tokens") is not None:
+            raise EngineProtocolError(f"POST {ADMISSION_PATH}: a limit is still in force after release")
+        return Effect(outcome="Succeeded", message="prompts of any length are admitted", counts={})
+
+    async def _drain(self, request: ActionRequest, key: str) -> Effect:
+        # The wait follows from the request alone, so that a repeated key carries the same body.
+        answer = await self._post(DRAIN_PATH, {"timeout_s": request.timeout_s * DRAIN_SHARE}, request, key)
+        fields = (
+            Field(attribute="drained", source="drained", kind="bool"),
+            Field(attribute="in_flight", source="in_flight"),
+        )
+        state = require(answer, fields, DRAIN_PATH)
+        if state["drained"]:
+            return Effect(outcome="Succeeded", message="no request is in flight; none is admitted", counts={})
+        message = f"{state['in_flight']} requests are still in flight; none is admitted"
+        return Effect(outcome="Ineffective", message=message, counts={})
+
+
+def parse_snapshot(body: bytes, sampled_at: float) -> Reading:
+    """Judge the answer of `GET /admin/v1/kv` against the metric contract. Pure.
+
+    Raises:
+        EngineProtocolError: not a JSON object, or of another version.
+    """
+    document = parse_object(body, SNAPSHOT_PATH)
+    if document.get("version") != SNAPSHOT_VERSION:
+        version = document.get("version")
+        raise EngineProtocolError(f"{SNAPSHOT_PATH}: version {version!r} is not {SNAPSHOT_VERSION}; upgrade the agent")
+    ledger = Ledger()
+    values = read_json(document, FIELDS, ledger)
+    in_flight: Any = read_json(document, (IN_FLIGHT,), ledger)["in_flight"]
+    identity: Any = read_json(document, IDENTITY_FIELDS, ledger)
+    snapshot = build_snapshot(values, sampled_at=sampled_at, in_flight=in_flight, ledger=ledger)
+    return Reading(
+        snapshot=snapshot,
+        identity=EngineIdentity(type="ullage", **{**identity, "instance": identity["instance"] or "unknown"}),
+        violations=ledger.violations,
+    )
+
+
+def parse_object(body: bytes, path: str) -> dict[str, Any]:
+    """Read a JSON object. NaN and infinity pass, to be judged value by value.
+
+    Raises:
+        EngineProtocolError: it is none.
+    """
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise EngineProtocolError(f"{path}: the answer is not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise EngineProtocolError(f"{path}: the answer is a {type(document).__name__}, not an object")
+    return document
+
+
+def require(document: dict[str, Any], table: tuple[Field, ...], path: str) -> dict[str, Any]:
+    """All values of `table`.
+
+    Raises:
+        EngineProtocolError: one is bad; what an action did must not be guessed.
+    """
+    ledger = Ledger()
+    values = read_json(document, table, ledger)
+    for violation in ledger.violations:
+        raise EngineProtocolError(f"{path}: {violation.metric}: {violation.problem}, {violation.detail}")
+    return values
+
+
+def _compaction_effect(before: Snapshot, after: Snapshot | None) -> Effect:
+    old = before.largest_free_run_blocks
+    new = None if after is None else after.largest_free_run_blocks
+    improved = old is not None and new is not None and new > old
+    outcome: Outcome = "Succeeded" if improved else "Ineffective"
+    message = f"largest free run: {_or_unknown(old)} blocks before, {_or_unknown(new)} after"
+    return Effect(outcome=outcome, message=message, counts={})
+
+
+def _or_unknown(count: int | None) -> str:
+    return "unknown" if count is None else str(count)
+
+
+def _excerpt(body: bytes) -> str:
+    text = body[:200].decode(errors="replace")
+    return " ".join(text.split())
