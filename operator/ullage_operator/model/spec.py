@@ -94,6 +94,16 @@ class Engine(Part):
             )
         return value
 
+    @model_validator(mode="after")
+    def _one_token_each(self) -> Self:
+        if self.max_batch_tokens < self.max_sequences:
+            raise fault(
+                f"{self.max_batch_tokens} is below maxSequences {self.max_sequences}, and a step decodes a token "
+                "of each; raise it or lower maxSequences",
+                field="maxBatchTokens",
+            )
+        return self
+
 
 class Agent(Part):
     """The agent beside each engine."""
