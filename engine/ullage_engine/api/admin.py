@@ -1,0 +1,227 @@
+"""The admin interface: what the agent beside the engine reads and asks for.
+
+Purpose: the calls of `docs/contracts.md` under `/admin/v1`, with strict bodies and idempotent acts. Errors are
+`{"error": {"field", "value", "message"}}` for a bad body and `{"error": {"message"}}` else. It has no
+authentication of its own: `server` opens it on a Unix socket or a loopback address only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from ullage_engine.api.body import read_body
+from ullage_engine.api.core import EngineCore
+from ullage_engine.api.drain import drain
+from ullage_engine.api.errors import ApiError, shown
+from ullage_engine.api.idempotency import AnswerStore, KeyReused, TooManyKeys
+from ullage_engine.errors import LoopUnavailable
+from ullage_engine.request import AdmissionLimit
+
+MAX_BODY = 64 * 1024
+MAX_KEY = 256
+EVICT_SECONDS = 10.0
+"""How long an eviction may wait for the step loop."""
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class EvictBody(BaseModel):
+    """How much to evict, and where to."""
+
+    model_config = _STRICT
+
+    ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    bytes: Annotated[int, Field(gt=0, le=1 << 60)] | None = None
+    tiers: Annotated[list[str], FailFast(), Field(min_length=1)] = ["drop"]
+    dry_run: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> EvictBody:
+        if (self.ratio is None) == (self.bytes is None):
+            raise PydanticCustomError("one_of", "give exactly one of ratio and bytes")
+        if self.tiers != ["drop"]:
+            raise PydanticCustomError("tiers", 'tiers can only be ["drop"]: this engine has no lower tier')
+        return self
+
+
+class AdmissionBody(BaseModel):
+    """A limit on new requests; both null lifts it."""
+
+    model_config = _STRICT
+
+    max_prompt_tokens: Annotated[int, Field(gt=0, le=1 << 40)] | None = None
+    max_total_blocks: Annotated[int, Field(gt=0, le=1 << 40)] | None = None
+    ttl_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> AdmissionBody:
+        if self.limits and self.ttl_s is None:
+            raise PydanticCustomError("ttl", "give ttl_s (seconds, up to a day): a limit must lift by itself")
+        return self
+
+    @property
+    def limits(self) -> bool:
+        """Whether there is a limit at all."""
+        return self.max_prompt_tokens is not None or self.max_total_blocks is not None
+
+
+class DrainBody(BaseModel):
+    """How long to wait for requests in flight."""
+
+    model_config = _STRICT
+
+    timeout_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+
+
+BodyT = TypeVar("BodyT", EvictBody, AdmissionBody, DrainBody)
+Answer = dict[str, Any]
+
+
+class AdminError(Exception):
+    """A call refused or failed."""
+
+    def __init__(self, status: int, error: dict[str, Any]) -> None:
+        super().__init__(error["message"])
+        self.status = status
+        self.error = error
+
+
+class Acts:
+    """The acts themselves, without HTTP."""
+
+    def __init__(self, core: EngineCore, open_sequences: Callable[[], int], clock: Callable[[], float]) -> None:
+        self._core = core
+        self._open_sequences = open_sequences
+        self._clock = clock
+
+    async def evict(self, body: EvictBody) -> Answer:
+        """Evict, off the event loop since the step loop may take its time."""
+        report = await asyncio.to_thread(
+            self._core.evict,
+            ratio=body.ratio,
+            bytes_=body.bytes,
+            dry_run=body.dry_run,
+            timeout_s=EVICT_SECONDS,
+        )
+        return asdict(report)
+
+    async def admission(self, body: AdmissionBody) -> Answer:
+        """Set or lift the limit."""
+        limit = None
+        if body.limits and body.ttl_s is not None:
+            limit = AdmissionLimit(
+                max_prompt_tokens=body.max_prompt_tokens,
+                max_total_blocks=body.max_total_blocks,
+                expires_at=self._clock() + body.ttl_s,
+            )
+        self._core.set_admission(limit)
+        return {
+            "max_prompt_tokens": body.max_prompt_tokens,
+            "max_total_blocks": body.max_total_blocks,
+            "expires_in_s": body.ttl_s if limit else None,
+        }
+
+    async def drain(self, body: DrainBody) -> Answer:
+        """Stop admitting and wait."""
+        return asdict(await drain(self._core, self._open_sequences, body.timeout_s))
+
+
+def create_admin_app(
+    core: EngineCore, open_sequences: Callable[[], int], *, clock: Callable[[], float] = time.monotonic
+) -> FastAPI:
+    """The admin application; `clock` is the core's, monotonic."""
+    app = FastAPI(title="Ullage engine admin", openapi_url=None)
+    acts = Acts(core, open_sequences, clock)
+    store: AnswerStore[Answer] = AnswerStore(clock)
+    _add_errors(app)
+
+    @app.get("/admin/v1/kv")
+    async def kv() -> JSONResponse:
+        return JSONResponse(core.snapshot().to_json(clock()))
+
+    @app.get("/admin/v1/kv/blocks")
+    async def blocks() -> JSONResponse:
+        return JSONResponse((await asyncio.to_thread(core.block_map)).to_json())
+
+    @app.post("/admin/v1/kv/evict")
+    async def evict(request: Request) -> JSONResponse:
+        return await _act(request, store, EvictBody, acts.evict)
+
+    @app.post("/admin/v1/admission")
+    async def admission(request: Request) -> JSONResponse:
+        return await _act(request, store, AdmissionBody, acts.admission)
+
+    @app.post("/admin/v1/drain")
+    async def drain_(request: Request) -> JSONResponse:
+        return await _act(request, store, DrainBody, acts.drain)
+
+    return app
+
+
+async def _act(
+    request: Request,
+    store: AnswerStore[Answer],
+    kind: type[BodyT],
+    act: Callable[[BodyT], Awaitable[Answer]],
+) -> JSONResponse:
+    body = _parse(await read_body(request, MAX_BODY), kind)
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return JSONResponse(await act(body))
+    if not 1 <= len(key) <= MAX_KEY:
+        raise _bad_body("Idempotency-Key", shown(key), f"give 1 to {MAX_KEY} characters")
+    fingerprint = f"{request.url.path} {body.model_dump_json()}"
+    return JSONResponse(await store.run(key, fingerprint, lambda: act(body)))
+
+
+def _parse(data: bytes, kind: type[BodyT]) -> BodyT:
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, first["loc"])) or "body"
+        value = first["input"] if isinstance(first["input"], int | float | bool | None) else None
+        message = first["msg"]
+        if first["type"] == "extra_forbidden":
+            message = f"unknown field; known are {', '.join(kind.model_fields)}"
+        raise _bad_body(field, value if value is not None else shown(first["input"]), message) from error
+
+
+def _bad_body(field: str, value: object, message: str) -> AdminError:
+    return AdminError(422, {"field": field, "value": value, "message": message})
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def answer(_: Request, error: Exception) -> JSONResponse:
+        found = _translate(error)
+        return JSONResponse({"error": found.error}, found.status)
+
+    for kind in (AdminError, ApiError, LoopUnavailable, KeyReused, TooManyKeys, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _translate(error: Exception) -> AdminError:
+    match error:
+        case AdminError():
+            return error
+        case ApiError():
+            return AdminError(error.status, {"message": error.message})
+        case LoopUnavailable():
+            return AdminError(503, {"message": str(error)})
+        case KeyReused():
+            message = "this Idempotency-Key came before with another call; use a new key for a new act"
+            return AdminError(409, {"message": message})
+        case TooManyKeys():
+            return AdminError(503, {"message": "too many acts are under way; try again later"})
+        case HTTPException():
+            return AdminError(error.status_code, {"message": str(error.detail)})
+    return AdminError(500, {"message": "internal error; the server's log says more"})

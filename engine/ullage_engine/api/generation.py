@@ -1,0 +1,140 @@
+"""Runs the sequences of one call: into the core's thread and back into the event loop.
+
+Purpose: submit all or none, hand out pieces as they come, abort what is unfinished when the call ends for any
+reason, and count what is in flight. Non-goals: HTTP, JSON, and what the text means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from ullage_engine.api.answer import Answer, Piece
+from ullage_engine.api.core import EngineCore
+from ullage_engine.metrics import HttpMetrics
+from ullage_engine.request import GenerationRequest, Sink, TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A sequence to run, and the answer that it fills."""
+
+    request: GenerationRequest
+    answer: Answer
+
+
+class Generations:
+    """Starts batches and knows how many sequences are in flight. Belongs to one event loop."""
+
+    def __init__(self, core: EngineCore, metrics: HttpMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self.core = core
+        self.metrics = metrics
+        self.clock = clock
+        self.in_flight = 0
+
+    def start(self, plans: Sequence[Plan]) -> Batch:
+        """Submit all sequences, or none.
+
+        Raises:
+            RequestRejected: the core refused one of them.
+        """
+        batch = Batch(self, plans)
+        try:
+            batch.submit()
+        except BaseException:
+            batch.close()
+            raise
+        return batch
+
+
+class Batch:
+    """The sequences of one call. Use it as a context manager: leaving it aborts what is unfinished."""
+
+    def __init__(self, owner: Generations, plans: Sequence[Plan]) -> None:
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._outputs: asyncio.Queue[tuple[int, TokenOutput]] = asyncio.Queue()
+        self._unfinished: set[int] = set()
+        self._submitted_at = 0.0
+        self._kept = False
+        self._last_token_at: dict[int, float] = {}
+        self.plans = tuple(plans)
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._kept:
+            self.close()
+
+    def keep(self) -> None:
+        """Leave the sequences running when the context is left: another has taken over closing."""
+        self._kept = True
+
+    def submit(self) -> None:
+        """Hand every sequence to the core."""
+        self._submitted_at = self._owner.clock()
+        for index, plan in enumerate(self.plans):
+            self._owner.core.submit(plan.request, self._sink(index))
+            self._unfinished.add(index)
+            self._owner.in_flight += 1
+
+    async def next(self) -> tuple[int, Piece] | None:
+        """The next piece and its sequence's index; None when all sequences have ended.
+
+        Raises:
+            RequestFailed: the core gave a sequence up.
+        """
+        while self._unfinished:
+            index, output = await self._outputs.get()
+            if index in self._unfinished:
+                return index, self._take(index, output)
+        return None
+
+    def close(self) -> None:
+        """Abort what is unfinished. Idempotent."""
+        for index in tuple(self._unfinished):
+            self._owner.core.abort(self.plans[index].request.request_id)
+            self._end(index)
+
+    def _sink(self, index: int) -> Sink:
+        def sink(output: TokenOutput) -> None:
+            try:
+                self._loop.call_soon_threadsafe(self._outputs.put_nowait, (index, output))
+            except RuntimeError:
+                # The server's loop has been closed, so nobody waits for this output any more.
+                return
+
+        return sink
+
+    def _take(self, index: int, output: TokenOutput) -> Piece:
+        if output.finish_reason is not None:
+            self._end(index)
+        answer = self.plans[index].answer
+        piece = answer.feed(output)
+        self._observe(index, output, ended=piece.ending is not None)
+        if piece.ending is not None and index in self._unfinished:  # a stop string: the core does not know
+            self._owner.core.abort(self.plans[index].request.request_id)
+            self._end(index)
+        return piece
+
+    def _end(self, index: int) -> None:
+        self._unfinished.discard(index)
+        self._owner.in_flight -= 1
+
+    def _observe(self, index: int, output: TokenOutput, *, ended: bool) -> None:
+        now, metrics = self._owner.clock(), self._owner.metrics
+        last = self._last_token_at.get(index)
+        if output.token is not None:
+            if last is None:
+                metrics.first_token.observe(now - self._submitted_at)
+            else:
+                metrics.inter_token.observe(now - last)
+            self._last_token_at[index] = now
+        if ended:
+            metrics.end_to_end.observe(now - self._submitted_at)
