@@ -18,11 +18,11 @@ from ullage_agent.actions import ActionLimits, ActionRunner
 from ullage_agent.adapters import BUILTIN_ADAPTERS, AdapterConfig, AdapterFactory
 from ullage_agent.board import Board
 from ullage_agent.clock import Clock, SystemClock
+from ullage_agent.collector import make_registry
 from ullage_agent.config import AgentConfig
 from ullage_agent.credentials import Credentials
 from ullage_agent.errors import ConfigError
 from ullage_agent.forecast import ForecastConfig
-from ullage_agent.metrics import make_registry
 from ullage_agent.poller import PollConfig, Poller
 from ullage_agent.server import Listener, action_app, metrics_app
 

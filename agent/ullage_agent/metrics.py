@@ -1,22 +1,15 @@
-"""Every metric of the agent, defined in one place and computed from the board when Prometheus asks.
+"""Every metric of the agent, defined in one place: name, labels, help, and where its value comes from.
 
-A series whose value the engine cannot say is absent, never zero. All `llm_` series disappear once the last good
-sample is older than `stale_after_s`: an old value looks like a healthy flat line on a dashboard. What stays is
-`ullage_agent_source_up` and the sample's age.
+A series whose value the engine cannot say is absent, never zero. The texts are for someone paged at night: what
+the number means and what it points to. `collector.py` renders them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from ullage_agent.board import Board
-from ullage_agent.wire import RiskReport, Snapshot
+from ullage_agent.wire import RiskReport
 
 Labels = tuple[str, ...]
 Points = Iterable[tuple[Labels, float | None]]
@@ -31,6 +24,15 @@ class Gauge:
     help: str
     labels: Labels
     points: Callable[[RiskReport], Points]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family whose values come from the agent itself."""
+
+    name: str
+    help: str
+    labels: Labels = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,13 @@ GAUGES: tuple[Gauge, ...] = (
         (),
         _from_snapshot("step_age_s"),
     ),
+    Gauge(
+        "ullage_agent_contract_violations",
+        "1 for each promise of the engine's metrics that its last answer broke. The value concerned is unknown "
+        "and counts for nothing; an upgrade of the engine that renames metrics shows here first.",
+        ("metric", "problem"),
+        _violations,
+    ),
 )
 """What a fresh report says."""
 
@@ -224,111 +233,31 @@ COUNTERS: tuple[EngineCounter, ...] = (
 )
 """Counters of the engine; `_total` is added to the names."""
 
-
-class AgentCollector(Collector):
-    """Renders the board. Used from the event loop only; never waits."""
-
-    def __init__(self, board: Board, outcomes: Mapping[tuple[str, str], int], *, stale_after_s: float) -> None:
-        self._board = board
-        self._outcomes = outcomes
-        self._stale_after_s = stale_after_s
-        self._version = version("ullage")
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not compute a report."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._about_agent()
-        age = self._board.sample_age_s()
-        report = self._board.report()
-        if report is None or age is None or age > self._stale_after_s:
-            return
-        yield _engine_info(report)
-        for gauge in GAUGES:
-            yield from _gauge(gauge.name, gauge.help, gauge.labels, gauge.points(report))
-        if report.snapshot is not None:
-            yield from _counters(report.snapshot)
-        yield from _gauge(
-            "ullage_agent_contract_violations",
-            "1 for each promise of the engine's metrics that its last answer broke. The value concerned is "
-            "unknown and counts for nothing; an upgrade of the engine that renames metrics shows here first.",
-            ("metric", "problem"),
-            _violations(report),
-        )
-
-    def _about_agent(self) -> Iterator[Metric]:
-        board = self._board
-        yield InfoMetricFamily("ullage_agent", "Version of the agent.", {"version": self._version})
-        yield from _gauge(
-            "ullage_agent_source_up",
-            "1 if the last reading of this source succeeded, else 0. At 0 the agent holds its last sample; "
-            "see its log or the error of /v1/risk for the reason.",
-            ("source",),
-            [(("engine",), float(board.polls_ok > 0 and board.error is None))],
-        )
-        yield from _gauge(
-            "ullage_agent_source_duration_seconds",
-            "Seconds that the last reading of this source took, successful or not.",
-            ("source",),
-            [(("engine",), board.last_duration_s)],
-        )
-        yield from _gauge(
-            "ullage_agent_sample_age_seconds",
-            "Age of the last good sample. Older than a few polls: decisions on it are suspended. Absent before "
-            "the first.",
-            (),
-            [((), board.sample_age_s())],
-        )
-        yield _counter(
-            "ullage_agent_polls",
-            "Readings of the engine by outcome.",
-            ("outcome",),
-            {("ok",): board.polls_ok, ("failed",): board.polls_failed},
-        )
-        yield _counter(
-            "ullage_agent_actions",
-            "Actions by outcome. Ineffective: done, but nothing was gained; Error: the engine did not answer.",
-            ("action", "outcome"),
-            {(action, outcome): count for (action, outcome), count in self._outcomes.items()},
-        )
-
-
-def make_registry(board: Board, outcomes: Mapping[tuple[str, str], int], *, stale_after_s: float) -> CollectorRegistry:
-    """A registry of its own, so that several agents can live in one process."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(AgentCollector(board, outcomes, stale_after_s=stale_after_s))
-    return registry
-
-
-def _gauge(name: str, help_text: str, labels: Labels, points: Points) -> Iterator[Metric]:
-    family = GaugeMetricFamily(name, help_text, labels=labels)
-    for values, number in points:
-        if number is not None:
-            family.add_metric(values, number)
-    if family.samples:
-        yield family
-
-
-def _counter(name: str, help_text: str, labels: Labels, counts: Mapping[Labels, int]) -> Metric:
-    family = CounterMetricFamily(name, help_text, labels=labels)
-    for values, number in sorted(counts.items()):
-        family.add_metric(values, number)
-    return family
-
-
-def _counters(snapshot: Snapshot) -> Iterator[Metric]:
-    for counter in COUNTERS:
-        number = getattr(snapshot, counter.attribute)
-        if number is not None:
-            yield _counter(counter.name, counter.help, (), {(): number})
-
-
-def _engine_info(report: RiskReport) -> Metric:
-    engine = report.engine
-    labels = {"type": engine.type, "instance_id": engine.instance, "version": engine.version, "model": engine.model}
-    return InfoMetricFamily(
-        "llm_engine",
-        "Which engine process the llm_ series are about. instance_id changes when it is replaced.",
-        {name: text for name, text in labels.items() if text is not None},
-    )
+ENGINE_INFO = Family(
+    "llm_engine",
+    "Which engine process the llm_ series are about. instance_id changes when it is replaced.",
+    ("type", "instance_id", "version", "model"),
+)
+AGENT_INFO = Family("ullage_agent", "Version of the agent.", ("version",))
+SOURCE_UP = Family(
+    "ullage_agent_source_up",
+    "1 if the last reading of this source succeeded, else 0. At 0 the agent holds its last sample; its log and "
+    "the error of /v1/risk say why.",
+    ("source",),
+)
+SOURCE_DURATION = Family(
+    "ullage_agent_source_duration_seconds",
+    "Seconds that the last reading of this source took, successful or not.",
+    ("source",),
+)
+SAMPLE_AGE = Family(
+    "ullage_agent_sample_age_seconds",
+    "Age of the last good sample. Older than a few polls: the llm_ series are history, and soon absent. Absent "
+    "itself before the first.",
+)
+POLLS = Family("ullage_agent_polls", "Readings of the engine by outcome.", ("outcome",))
+ACTIONS = Family(
+    "ullage_agent_actions",
+    "Actions by outcome. Ineffective: done, but nothing was gained; Error: the engine did not answer.",
+    ("action", "outcome"),
+)

@@ -23,7 +23,7 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     growth_per_s: float = 0.0
     """Blocks by which hot grows each second until it reaches `peak`."""
     peak: int | None = None
-    """Hot blocks that admitted work will need in the end; None: all of the pool."""
+    """Hot blocks that admitted work will need in the end; above `total` it does not fit. None: `total`."""
     protected: int = 0
     """Hot blocks that no eviction takes."""
     free_runs: int = 1

@@ -6,19 +6,23 @@ that such an engine refuses by method (405) and others by path (404).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ullage_agent.adapters.base import AdapterConfig, Reading
-from ullage_agent.adapters.contract import Field, Ledger, build_snapshot, read_json
 from ullage_agent.adapters.transport import EngineHttp, parse_endpoint
+from ullage_agent.adapters.ullage_contract import (
+    DRAIN_STATE,
+    EVICTION_COUNTS,
+    parse_object,
+    parse_snapshot,
+    require,
+)
 from ullage_agent.clock import Clock
 from ullage_agent.errors import EngineError, EngineProtocolError, EngineRefused, EngineTimeout
-from ullage_agent.wire import Action, ActionRequest, ActionResult, EngineIdentity, Outcome, Snapshot
+from ullage_agent.wire import Action, ActionRequest, ActionResult, Outcome, Snapshot
 
-SNAPSHOT_VERSION = 1
 SNAPSHOT_PATH = "/admin/v1/kv"
 EVICT_PATH = "/admin/v1/kv/evict"
 COMPACT_PATH = "/admin/v1/kv/compact"
@@ -30,57 +34,6 @@ PROBE_SHARE = 0.25
 """Share of the read timeout that looking for an optional route may take."""
 DRAIN_SHARE = 0.8
 """Share of an action's time that the engine may wait for its requests; the rest is for the answer."""
-
-FIELDS: tuple[Field, ...] = (
-    Field(attribute="sequence", source="sequence"),
-    Field(attribute="step", source="step.number"),
-    Field(attribute="step_age_s", source="step.age_s", kind="float"),
-    Field(attribute="block_tokens", source="block_tokens", low=1),
-    Field(attribute="block_bytes", source="block_bytes", low=1),
-    Field(attribute="total_blocks", source="blocks.total", low=1),
-    Field(attribute="hot_blocks", source="blocks.active"),
-    Field(attribute="reclaimable_blocks", source="blocks.cached"),
-    Field(attribute="free_blocks", source="blocks.free"),
-    Field(attribute="largest_free_run_blocks", source="largest_free_run"),
-    Field(attribute="allocated_slots", source="slots.allocated"),
-    Field(attribute="filled_slots", source="slots.filled"),
-    Field(attribute="allocator_reserved_bytes", source="allocator.reserved_bytes"),
-    Field(attribute="allocator_allocated_bytes", source="allocator.allocated_bytes"),
-    Field(attribute="running", source="requests.running"),
-    Field(attribute="waiting", source="requests.waiting"),
-    Field(attribute="outstanding_blocks", source="requests.outstanding_blocks"),
-    Field(attribute="admitted_total", source="counters.admitted"),
-    Field(attribute="finished_total", source="counters.finished"),
-    Field(attribute="preemptions_total", source="counters.preemptions"),
-    Field(attribute="recomputed_tokens_total", source="counters.recomputed_tokens"),
-    Field(attribute="prompt_tokens_total", source="counters.prompt_tokens"),
-    Field(attribute="generated_tokens_total", source="counters.generated_tokens"),
-    Field(attribute="prefix_query_tokens_total", source="counters.prefix_query_tokens"),
-    Field(attribute="prefix_hit_tokens_total", source="counters.prefix_hit_tokens"),
-    Field(attribute="host_total_bytes", source="host.total_bytes", nullable=True),
-    Field(attribute="host_used_bytes", source="host.used_bytes", nullable=True),
-    Field(attribute="admission_max_prompt_tokens", source="admission.max_prompt_tokens", nullable=True),
-    Field(attribute="admission_expires_in_s", source="admission.expires_in_s", kind="float", nullable=True),
-    Field(attribute="draining", source="admission.draining", kind="bool"),
-)
-"""The metric contract: every value of a snapshot, by its path in the engine's JSON."""
-
-IN_FLIGHT = Field(attribute="in_flight", source="blocks.in_flight")
-
-IDENTITY_FIELDS: tuple[Field, ...] = (
-    Field(attribute="instance", source="instance", kind="text", low=1),
-    Field(attribute="version", source="engine_version", kind="text"),
-    Field(attribute="model", source="model", kind="text"),
-)
-
-_EVICTION_COUNTS: tuple[Field, ...] = (
-    Field(attribute="blocks_freed", source="blocks_freed"),
-    Field(attribute="bytes_freed", source="bytes_freed"),
-    Field(attribute="dropped_blocks", source="dropped"),
-    Field(attribute="demoted_blocks", source="demoted"),
-    Field(attribute="sequences_touched", source="sequences_touched"),
-    Field(attribute="duration_ms", source="duration_ms", kind="float"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +104,7 @@ class UllageAdapter:
             raise EngineRefused(
                 f"GET {SNAPSHOT_PATH} answered {answer.status}: {_excerpt(answer.body)}", status=answer.status
             )
-        return parse_snapshot(answer.body, sampled_at)
+        return parse_snapshot(answer.body, SNAPSHOT_PATH, sampled_at)
 
     async def _snapshot_or_none(self) -> Snapshot | None:
         """The state after an action; its loss must not make a done action look failed."""
@@ -182,7 +135,7 @@ class UllageAdapter:
         amount = {"ratio": request.ratio} if request.bytes is None else {"bytes": request.bytes}
         body = {**amount, "tiers": ["drop"], "dry_run": request.dry_run}
         report = await self._post(EVICT_PATH, body, request, key)
-        counts = require(report, _EVICTION_COUNTS, EVICT_PATH)
+        counts = require(report, EVICTION_COUNTS, EVICT_PATH)
         freed, size = counts["blocks_freed"], counts["bytes_freed"]
         if freed == 0:
             return Effect(outcome="Ineffective", message="no block could be freed", counts=counts)
@@ -212,65 +165,11 @@ class UllageAdapter:
     async def _drain(self, request: ActionRequest, key: str) -> Effect:
         # The wait follows from the request alone, so that a repeated key carries the same body.
         answer = await self._post(DRAIN_PATH, {"timeout_s": request.timeout_s * DRAIN_SHARE}, request, key)
-        fields = (
-            Field(attribute="drained", source="drained", kind="bool"),
-            Field(attribute="in_flight", source="in_flight"),
-        )
-        state = require(answer, fields, DRAIN_PATH)
+        state = require(answer, DRAIN_STATE, DRAIN_PATH)
         if state["drained"]:
             return Effect(outcome="Succeeded", message="no request is in flight; none is admitted", counts={})
         message = f"{state['in_flight']} requests are still in flight; none is admitted"
         return Effect(outcome="Ineffective", message=message, counts={})
-
-
-def parse_snapshot(body: bytes, sampled_at: float) -> Reading:
-    """Judge the answer of `GET /admin/v1/kv` against the metric contract. Pure.
-
-    Raises:
-        EngineProtocolError: not a JSON object, or of another version.
-    """
-    document = parse_object(body, SNAPSHOT_PATH)
-    if document.get("version") != SNAPSHOT_VERSION:
-        version = document.get("version")
-        raise EngineProtocolError(f"{SNAPSHOT_PATH}: version {version!r} is not {SNAPSHOT_VERSION}; upgrade the agent")
-    ledger = Ledger()
-    values = read_json(document, FIELDS, ledger)
-    in_flight: Any = read_json(document, (IN_FLIGHT,), ledger)["in_flight"]
-    identity: Any = read_json(document, IDENTITY_FIELDS, ledger)
-    snapshot = build_snapshot(values, sampled_at=sampled_at, in_flight=in_flight, ledger=ledger)
-    return Reading(
-        snapshot=snapshot,
-        identity=EngineIdentity(type="ullage", **{**identity, "instance": identity["instance"] or "unknown"}),
-        violations=ledger.violations,
-    )
-
-
-def parse_object(body: bytes, path: str) -> dict[str, Any]:
-    """Read a JSON object. NaN and infinity pass, to be judged value by value.
-
-    Raises:
-        EngineProtocolError: it is none.
-    """
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise EngineProtocolError(f"{path}: the answer is not JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise EngineProtocolError(f"{path}: the answer is a {type(document).__name__}, not an object")
-    return document
-
-
-def require(document: dict[str, Any], table: tuple[Field, ...], path: str) -> dict[str, Any]:
-    """All values of `table`.
-
-    Raises:
-        EngineProtocolError: one is bad; what an action did must not be guessed.
-    """
-    ledger = Ledger()
-    values = read_json(document, table, ledger)
-    for violation in ledger.violations:
-        raise EngineProtocolError(f"{path}: {violation.metric}: {violation.problem}, {violation.detail}")
-    return values
 
 
 def _compaction_effect(before: Snapshot, after: Snapshot | None) -> Effect:
