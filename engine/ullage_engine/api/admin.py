@@ -11,10 +11,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, TypeVar
+from math import isfinite
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -47,10 +48,15 @@ class EvictBody(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> EvictBody:
         if (self.ratio is None) == (self.bytes is None):
-            raise PydanticCustomError("one_of", "give exactly one of ratio and bytes")
-        if self.tiers != ["drop"]:
-            raise PydanticCustomError("tiers", 'tiers can only be ["drop"]: this engine has no lower tier')
+            raise PydanticCustomError("ratio", "give exactly one of ratio and bytes")
         return self
+
+    @field_validator("tiers")
+    @classmethod
+    def _check_tiers(cls, tiers: list[str]) -> list[str]:
+        if tiers != ["drop"]:
+            raise PydanticCustomError("tiers", 'can only be ["drop"]: this engine has no lower tier')
+        return tiers
 
 
 class AdmissionBody(BaseModel):
@@ -65,7 +71,7 @@ class AdmissionBody(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> AdmissionBody:
         if self.limits and self.ttl_s is None:
-            raise PydanticCustomError("ttl", "give ttl_s (seconds, up to a day): a limit must lift by itself")
+            raise PydanticCustomError("ttl_s", "give ttl_s (seconds, up to a day): a limit must lift by itself")
         return self
 
     @property
@@ -188,12 +194,18 @@ def _parse(data: bytes, kind: type[BodyT]) -> BodyT:
         return kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(map(str, first["loc"])) or "body"
-        value = first["input"] if isinstance(first["input"], int | float | bool | None) else None
+        by_rule = first["type"] if first["type"] in kind.model_fields else "body"
+        field = ".".join(map(str, first["loc"])) or by_rule
         message = first["msg"]
         if first["type"] == "extra_forbidden":
             message = f"unknown field; known are {', '.join(kind.model_fields)}"
-        raise _bad_body(field, value if value is not None else shown(first["input"]), message) from error
+        raise _bad_body(field, _wire(first["input"]), message) from error
+
+
+def _wire(value: object) -> object:
+    """A value at fault as JSON can carry it: itself if it is a plain number, else its spelling."""
+    plain = value is None or isinstance(value, bool | int) or (isinstance(value, float) and isfinite(value))
+    return value if plain else shown(value)
 
 
 def _bad_body(field: str, value: object, message: str) -> AdminError:

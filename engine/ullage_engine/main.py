@@ -1,0 +1,240 @@
+"""`ullage-engine`: arguments, signals, and the order of the start.
+
+Order: check every setting, take the addresses, load the model, serve. A setting that cannot work ends the start
+with one line `error: …` on stderr and exit status 2. Once it serves it prints one line `ready: {json}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ullage_engine.api.core import LoadedEngine
+from ullage_engine.config import (
+    BLOCK_SIZES,
+    DTYPES,
+    EVICTION_POLICIES,
+    KV_TYPES,
+    EngineConfig,
+    ServerConfig,
+    TcpAddress,
+    UnixAddress,
+    parse_size,
+)
+from ullage_engine.errors import ConfigError
+from ullage_engine.server import Sockets, Stop, bind, require_loopback, serve
+
+Builder = Callable[[EngineConfig], LoadedEngine]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports errors as ConfigError, so that they leave the program like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[EngineConfig, ServerConfig]:
+    """Settings from the command line.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+    """
+    parsed = _parser().parse_args(arguments)
+    return _engine_config(parsed), _server_config(parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="ullage-engine", description=__doc__.splitlines()[0], allow_abbrev=False)
+    _add_model_options(parser.add_argument_group("model"))
+    _add_cache_options(parser.add_argument_group("KV cache and batch"))
+    _add_server_options(parser.add_argument_group("server"))
+    return parser
+
+
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model", required=True, metavar="SRC", help="Hugging Face folder, .gguf file or package://MODULE/FILE"
+    )
+    group.add_argument("--served-name", metavar="NAME", help="the name that clients use")
+    group.add_argument("--max-model-len", type=_whole, metavar="N", help="most tokens of prompt and answer")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
+    group.add_argument("--threads", type=_whole, metavar="N", help="CPU threads of torch")
+    group.add_argument("--cache-dir", type=Path, metavar="DIR", help="keep converted weights here")
+
+
+def _add_cache_options(group: argparse._ArgumentGroup) -> None:
+    defaults = EngineConfig(model="defaults")
+    group.add_argument("--kv-memory", metavar="SIZE", help="size of the KV cache, such as 48MiB")
+    group.add_argument("--kv-type", choices=KV_TYPES, default=defaults.kv_type, help="how keys and values are kept")
+    group.add_argument("--block-size", type=_whole, choices=BLOCK_SIZES, default=defaults.block_size)
+    for flag, default, text in (
+        ("--max-batch-tokens", defaults.max_batch_tokens, "tokens computed in one step"),
+        ("--max-sequences", defaults.max_sequences, "sequences running at once"),
+        ("--max-queue", defaults.max_queue, "requests waiting at once"),
+        ("--protected-tokens", defaults.protected_tokens, "first tokens never evicted"),
+        ("--recent-tokens", defaults.recent_tokens, "last tokens never evicted"),
+    ):
+        group.add_argument(flag, type=_whole, default=default, metavar="N", help=f"{text} (%(default)s)")
+    group.add_argument("--eviction-policy", choices=EVICTION_POLICIES, default=defaults.eviction_policy)
+    group.add_argument("--no-prefix-reuse", action="store_true", help="compute every prompt anew")
+
+
+def _add_server_options(group: argparse._ArgumentGroup) -> None:
+    defaults = ServerConfig()
+    group.add_argument("--host", default=defaults.public.host, help="public address (%(default)s)")
+    group.add_argument(
+        "--port", type=_whole, default=defaults.public.port, help="public port, 0: any free one (%(default)s)"
+    )
+    group.add_argument("--admin", metavar="unix:PATH|HOST:PORT", help="admin interface, inside the pod only")
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys that clients must send, one a line")
+    group.add_argument("--max-body", metavar="SIZE", help="greatest request body (4MiB)")
+    for flag, default, text in (
+        ("--drain-seconds", defaults.drain_seconds, "let requests finish for so long when stopped"),
+        ("--health-step-age", defaults.health_step_age_s, "/health fails when the step loop stands for so long"),
+        ("--ready-step-age", defaults.ready_step_age_s, "/ready fails when the step loop stands for so long"),
+    ):
+        group.add_argument(flag, type=_seconds, default=default, metavar="S", help=f"{text} (%(default)g)")
+
+
+def _whole(text: str) -> int:
+    if not text.removeprefix("-").isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from error
+
+
+def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        model=parsed.model,
+        served_name=parsed.served_name,
+        kv_memory=None if parsed.kv_memory is None else parse_size(parsed.kv_memory, name="--kv-memory"),
+        kv_type=parsed.kv_type,
+        block_size=parsed.block_size,
+        max_model_len=parsed.max_model_len,
+        max_batch_tokens=parsed.max_batch_tokens,
+        max_sequences=parsed.max_sequences,
+        max_queue=parsed.max_queue,
+        dtype=parsed.dtype,
+        threads=parsed.threads,
+        eviction_policy=parsed.eviction_policy,
+        protected_tokens=parsed.protected_tokens,
+        recent_tokens=parsed.recent_tokens,
+        prefix_reuse=not parsed.no_prefix_reuse,
+        cache_dir=parsed.cache_dir,
+    )
+
+
+def _server_config(parsed: argparse.Namespace) -> ServerConfig:
+    defaults = ServerConfig()
+    max_body = defaults.max_body_bytes
+    if parsed.max_body is not None:
+        max_body = parse_size(parsed.max_body, name="--max-body")
+    return ServerConfig(
+        public=TcpAddress(parsed.host, _port(parsed.port, "--port")),
+        admin=None if parsed.admin is None else parse_admin(parsed.admin),
+        api_keys=frozenset() if parsed.api_key_file is None else _read_keys(parsed.api_key_file),
+        max_body_bytes=max_body,
+        drain_seconds=parsed.drain_seconds,
+        health_step_age_s=parsed.health_step_age,
+        ready_step_age_s=parsed.ready_step_age,
+    )
+
+
+def parse_admin(text: str) -> UnixAddress | TcpAddress:
+    """The admin address: `unix:PATH`, or `HOST:PORT` on loopback.
+
+    Raises:
+        ConfigError: neither, or reachable from outside.
+    """
+    if text.startswith("unix:"):
+        if not text.removeprefix("unix:"):
+            raise ConfigError(f"--admin: {text!r} has no path; write unix:PATH")
+        return UnixAddress(Path(text.removeprefix("unix:")))
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or len(port) > 5:
+        raise ConfigError(f"--admin: {text!r} is no address; write unix:PATH or HOST:PORT")
+    address = TcpAddress(host.removeprefix("[").removesuffix("]"), _port(int(port), "--admin"))
+    require_loopback(address)
+    return address
+
+
+def _port(port: int, flag: str) -> int:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{flag}: {port} is no port; give 1 to 65535, or 0 for any free one")
+    return port
+
+
+def _read_keys(path: Path) -> frozenset[str]:
+    try:
+        lines = path.read_text("ascii").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--api-key-file: {str(path)!r} cannot be read as ASCII text: {error}") from error
+    keys = frozenset(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file: {str(path)!r} has no key; write one a line")
+    return keys
+
+
+def run(engine_config: EngineConfig, server_config: ServerConfig, build: Builder) -> None:
+    """Take the addresses, load the model, serve until SIGTERM or SIGINT."""
+    sockets = bind(server_config)
+    try:
+        engine = build(engine_config)
+        try:
+            asyncio.run(_serve(engine, sockets, server_config))
+        finally:
+            engine.close()
+    finally:
+        sockets.close()
+
+
+async def _serve(engine: LoadedEngine, sockets: Sockets, config: ServerConfig) -> None:
+    stop = Stop()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.ask)
+    await serve(engine, sockets, config, stop=stop, announce=_announce)
+
+
+def _announce(addresses: dict[str, Any]) -> None:
+    sys.stdout.write(f"ready: {json.dumps(addresses)}\n")
+    sys.stdout.flush()
+
+
+def _build(config: EngineConfig) -> LoadedEngine:
+    from ullage_engine.loop import build_engine  # torch and transformers take seconds: after all cheap checks
+
+    engine: LoadedEngine = build_engine(config)
+    return engine
+
+
+def main(arguments: Sequence[str] | None = None, build: Builder = _build) -> int:
+    """Run the program; returns its exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        run(*parse_arguments(sys.argv[1:] if arguments is None else arguments), build)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
