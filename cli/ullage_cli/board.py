@@ -9,9 +9,10 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ullage_agent.wire import RiskReport, Snapshot
-from ullage_operator.model import Remediation
+from ullage_operator.model import Phase, Remediation
 
 from .pace import Pressure
 
@@ -94,13 +95,34 @@ def _sum(snapshots: Sequence[Snapshot], field: str) -> int | None:
     return sum(values) if values and None not in values else None
 
 
+Stage = Literal["decided", "done", "effective", "not effective", "failed", "expired"]
+
+_ENDED: dict[Phase, Stage] = {
+    "Succeeded": "effective",
+    "Ineffective": "not effective",
+    "Failed": "failed",
+    "Expired": "expired",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """A remediation that was decided or moved on."""
+    """A remediation reached a stage."""
 
     at: float
     """Monotonic seconds."""
-    remediation: Remediation
+    stage: Stage
+    record: Remediation
+
+
+def stages(record: Remediation) -> list[Stage]:
+    """The stages that a record has passed, in order."""
+    passed: list[Stage] = ["decided"]
+    if record.status.answered_at is not None and record.status.phase != "Failed":
+        passed.append("done")
+    if record.status.phase in _ENDED:
+        passed.append(_ENDED[record.status.phase])
+    return passed
 
 
 class Board:
@@ -126,12 +148,17 @@ class Board:
             self.peak = max(self.peak or 0.0, reading.risk)
         if reading.generated is not None:
             self._note_generated(reading.at, reading.generated)
-        fresh = [Happening(at=reading.at, remediation=record) for record in changed]
-        self.remediations.update({record.metadata.name: record for record in changed})
+        fresh = [happening for record in changed for happening in self._note(record, reading.at)]
         self.happenings.extend(fresh)
         if self._next is not None and not self._next.done():
             self._next.set_result(None)
         return fresh
+
+    def _note(self, record: Remediation, at: float) -> list[Happening]:
+        before = self.remediations.get(record.metadata.name)
+        self.remediations[record.metadata.name] = record
+        known = stages(before) if before is not None else []
+        return [Happening(at=at, stage=each, record=record) for each in stages(record) if each not in known]
 
     @property
     def settled(self) -> int:

@@ -170,10 +170,11 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    async def first_death(self) -> Child:
-        """Wait until any child has ended by itself."""
+    async def first_death(self) -> ChildDied | InputError:
+        """Wait until any child has ended by itself; returns the error that tells how."""
         await asyncio.wait([child.ended for child in self.children], return_when=asyncio.FIRST_COMPLETED)
-        return next(child for child in self.children if child.ended.done())
+        dead = next(child for child in self.children if child.ended.done())
+        return dead.death(dead.ended.result())
 
     async def stop(self) -> None:
         """End all children together, the unwilling ones by force; a cancellation meanwhile leaves none."""

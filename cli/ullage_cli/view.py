@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from . import words
-from .board import HISTORY_S, Board, Happening, Reading
+from .board import HISTORY_S, Board, Happening, Reading, Stage
 
 HOT, RECLAIMABLE, FREE = "#D55E00", "#56B4E9", "#999999"
 _SEVERITY = {"calm": "#56B4E9", "elevated": "#E69F00", "critical": "bold #D55E00", "unknown": "dim"}
-_OUTCOME_STYLE = {"effective": "#56B4E9", "not effective": "#E69F00", "failed": "bold #D55E00"}
+_STAGE_STYLE: dict[Stage, str] = {"effective": "#56B4E9", "not effective": "#E69F00", "failed": "bold #D55E00"}
 _REMEDIATION_ROWS = 7
 
 
@@ -117,17 +117,19 @@ def usage_bar(reading: Reading, glyphs: Glyphs, width: int) -> Text:
     """The pool as one line: hot, reclaimable, free. Parts that exist get at least one character."""
     if not reading.total or reading.hot is None or reading.reclaimable is None:
         return Text("no reading yet", style="dim")
-    hot = _cells(reading.hot, reading.total, width)
-    reclaimable = min(_cells(reading.reclaimable, reading.total, width), width - hot)
+    parts = (reading.hot, reading.reclaimable, reading.total - reading.hot - reading.reclaimable)
+    hot, reclaimable, free = _cells(parts, width)
     return Text.assemble(
-        (glyphs.hot * hot, HOT),
-        (glyphs.reclaimable * reclaimable, RECLAIMABLE),
-        (glyphs.free * (width - hot - reclaimable), FREE),
+        (glyphs.hot * hot, HOT), (glyphs.reclaimable * reclaimable, RECLAIMABLE), (glyphs.free * free, FREE)
     )
 
 
-def _cells(part: int, total: int, width: int) -> int:
-    return max(1, round(width * part / total)) if part else 0
+def _cells(parts: Sequence[int], width: int) -> list[int]:
+    """Split `width` in proportion to `parts`; each part above 0 gets at least one, the largest gives."""
+    whole = sum(parts)
+    cells = [max(1, width * part // whole) if part > 0 else 0 for part in parts]
+    cells[max(range(len(parts)), key=lambda index: parts[index])] += width - sum(cells)
+    return cells
 
 
 def _legend(reading: Reading, glyphs: Glyphs) -> Text:
@@ -202,26 +204,17 @@ def _remedy_count(board: Board) -> str:
 def _remediations(happenings: Sequence[Happening], now: float) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", no_wrap=True, style="dim", min_width=9)
-    table.add_column(no_wrap=True, min_width=9)
+    table.add_column(no_wrap=True, min_width=13)
     table.add_column(no_wrap=True, overflow="ellipsis")
     for happening in happenings[-_REMEDIATION_ROWS:]:
-        outcome = words.OUTCOMES[happening.remediation.status.phase]
         table.add_row(
             f"{words.duration(now - happening.at)} ago",
-            Text(outcome, style=_OUTCOME_STYLE.get(outcome, "")),
-            describe(happening),
+            Text(happening.stage, style=_STAGE_STYLE.get(happening.stage, "")),
+            words.describe(happening),
         )
     for _ in range(_REMEDIATION_ROWS - len(happenings)):
         table.add_row("", "", "")
     return table
-
-
-def describe(happening: Happening) -> str:
-    """A happening in one line: the intention while it is under way, the result once it has ended."""
-    record = happening.remediation
-    if record.final or record.status.blocks_freed is not None:
-        return f"{record.spec.action} on {record.spec.pod}: {words.result(record)}"
-    return words.intention(record)
 
 
 def plain_line(board: Board, scene: Scene) -> str:

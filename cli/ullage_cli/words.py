@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from ullage_operator.model import Phase, Remediation
+from ullage_operator.model import Remediation
 
-OUTCOMES: dict[Phase, str] = {
-    "Proposed": "decided",
-    "Approved": "approved",
-    "Running": "running",
-    "Succeeded": "effective",
-    "Ineffective": "not effective",
-    "Failed": "failed",
-    "Expired": "expired",
-}
+from .board import Happening
 
 
 def duration(seconds: float) -> str:
@@ -71,15 +63,17 @@ def intention(record: Remediation) -> str:
     return f"{spec.action}{amount} on {spec.pod}, risk {spec.inputs.score:.0f}{winner}"
 
 
-def result(record: Remediation) -> str:
-    """What came of it: `freed 42 blocks (7.8 MiB), risk 88 → 71`, or the record's own message."""
-    status = record.status
-    parts = []
-    if status.blocks_freed is not None:
-        parts.append(f"freed {status.blocks_freed} blocks ({mebibytes(status.bytes_freed or 0)})")
-    if status.after is not None:
-        before = status.before or record.spec.inputs
-        parts.append(f"risk {before.score:.0f} → {status.after.score:.0f}")
-    if not parts or status.phase in ("Failed", "Expired"):
-        parts.append(status.message)
-    return ", ".join(part for part in parts if part)
+def describe(happening: Happening) -> str:
+    """What a remediation's stage means in figures."""
+    record, status = happening.record, happening.record.status
+    where = f"{record.spec.action} on {record.spec.pod}"
+    match happening.stage:
+        case "decided":
+            return intention(record)
+        case "done" if record.spec.action == "evict":
+            return f"{where}: freed {status.blocks_freed} blocks, {mebibytes(status.bytes_freed or 0)}"
+        case "effective" | "not effective" if status.after is not None:
+            before = status.before or record.spec.inputs
+            return f"{where}: risk {before.score:.0f} → {status.after.score:.0f}"
+        case _:
+            return f"{where}: {status.message}"

@@ -85,9 +85,7 @@ async def test_a_killed_child_is_reported_by_its_signal(tmp_path: Path) -> None:
         child = await supervisor.start(spec(tmp_path, READY_THEN_WAIT))
         await child.ready(30)
         os.kill(child.pid, signal.SIGKILL)
-        dead = await supervisor.first_death()
-        assert dead is child
-        assert "was killed by signal 9" in str(dead.death(dead.ended.result()))
+        assert str(await supervisor.first_death()).startswith("child was killed by signal 9: ")
 
 
 async def test_silence_is_bounded(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""`ullage`: the command line for people. Reads arguments, prints endings, sets the exit status.
+
+Exit status: 0 done; 1 requests failed or a part broke; 2 bad input, with one line `error: …`; 130 stopped by a
+signal before it was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from .errors import CliError, InputError
+
+if TYPE_CHECKING:
+    from .session import Ending
+
+_STOPPED = 130
+_USAGE_ERROR = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+"""Base of what typer raises for bad arguments; it exports the subclass alone."""
+
+app = typer.Typer(
+    name="ullage",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _commands(context: typer.Context) -> None:
+    """Keeps LLM inference servers from stalling because the KV cache filled up."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def up(
+    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="YAML file with one InferenceService.")],
+    demo_load: Annotated[
+        bool, typer.Option("--demo-load", help="Send real chats until the risk is high, then let it fall; then stop.")
+    ] = False,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Records and logs.", show_default=".ullage/NAME")
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Stop after so long.", show_default="until Ctrl-C")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+) -> None:
+    """Run an InferenceService on this machine, without a cluster.
+
+    Starts one engine and one agent for each replica and lets the operator's policy act on them. Ends with a summary
+    and, as its last line, one JSON object.
+    """
+    from .screen import choose_screen  # the libraries behind cost half a second that `--help` need not pay
+    from .up import UpOptions
+    from .up import up as run_service
+
+    if duration is not None and duration <= 0:
+        raise InputError(f"--duration: {duration:g} is not above 0; give seconds")
+    options = UpOptions(manifest=manifest, demo_load=demo_load, state_dir=state_dir, duration_s=duration)
+    ending = asyncio.run(run_service(options, choose_screen(plain=plain)))
+    raise typer.Exit(conclude(ending, to_the_end=demo_load))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(installed_version("ullage"))
+
+
+def conclude(ending: Ending, *, to_the_end: bool) -> int:
+    """Print how a run ended; the exit status. `to_the_end`: being stopped is not its normal end."""
+    from .summary import json_line, text
+
+    if ending.outcome is None:
+        print("Stopped before it served.", flush=True)
+        return _STOPPED
+    print(text(ending.outcome), flush=True)
+    if ending.problem is not None:
+        print(f"error: {ending.problem}", file=sys.stderr, flush=True)
+    print(json_line(ending.outcome), flush=True)
+    if ending.problem is not None or ending.outcome.requests_failed:
+        return CliError.exit_status
+    return _STOPPED if ending.interrupted and to_the_end else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status."""
+    try:
+        status = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+    except CliError as error:
+        return _complain(str(error), error.exit_status)
+    except _USAGE_ERROR as error:
+        return _complain(f"{error.format_message()} See ullage --help.", InputError.exit_status)
+    except (KeyboardInterrupt, typer.Abort):
+        return _STOPPED
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CliError.exit_status
+    return status if isinstance(status, int) else 0
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
