@@ -7,6 +7,7 @@ Non-goals: computing anything, and being fast.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -174,7 +175,7 @@ class FakeCore:
             host=None,
             disk=None,
             step=self._steps,
-            stepped_at=0.0,
+            stepped_at=time.monotonic() - self.age_s,
             max_prompt_tokens=limit.max_prompt_tokens if limit else None,
             max_total_blocks=limit.max_total_blocks if limit else None,
             limit_expires_at=limit.expires_at if limit else None,

@@ -25,7 +25,7 @@ from ullage_engine.api.core import LoadedEngine
 from ullage_engine.api.drain import drain
 from ullage_engine.api.public import create_public_app
 from ullage_engine.config import ServerConfig, TcpAddress, UnixAddress
-from ullage_engine.errors import ConfigError
+from ullage_engine.errors import ConfigError, LoopUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,8 @@ async def _until(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event) ->
     """Wait for all events; a server that ends before is an error."""
     waiting = asyncio.gather(*(event.wait() for event in events))
     try:
-        await asyncio.wait((waiting, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [waiting, *tasks]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
             for task in tasks:
                 if task.done():
@@ -255,6 +256,9 @@ async def _drain(engine: LoadedEngine, in_flight: Callable[[], int], seconds: fl
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     for task in either:
         task.cancel()
+    for failure in await asyncio.gather(draining, hurry, return_exceptions=True):
+        if isinstance(failure, LoopUnavailable):
+            log.error("stopping without a drain: %s", failure)
     left = in_flight()
     if left:
         log.warning("stopping with %d sequences in flight", left)

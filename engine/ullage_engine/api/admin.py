@@ -15,7 +15,7 @@ from math import isfinite
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -42,7 +42,7 @@ class EvictBody(BaseModel):
 
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     bytes: Annotated[int, Field(gt=0, le=1 << 60)] | None = None
-    tiers: Annotated[list[str], FailFast(), Field(min_length=1)] = ["drop"]
+    tiers: Annotated[list[str], Field(fail_fast=True, min_length=1)] = ["drop"]
     dry_run: bool = False
 
     @model_validator(mode="after")

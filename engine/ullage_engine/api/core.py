@@ -72,7 +72,11 @@ class EngineCore(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its blocks within two steps. Idempotent; unknown ids are ignored."""
+        """End a request and free its blocks within two steps. Idempotent; unknown ids are ignored.
+
+        Raises:
+            LoopUnavailable: the loop has ended, and all requests with it.
+        """
         ...
 
     def snapshot(self) -> EngineSnapshot:
@@ -80,7 +84,11 @@ class EngineCore(Protocol):
         ...
 
     def block_map(self) -> BlockMap:
-        """State of every block after the last step."""
+        """State of every block, read between two steps.
+
+        Raises:
+            LoopUnavailable: the loop did not come to it in time.
+        """
         ...
 
     def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool, timeout_s: float) -> EvictionReport:
@@ -93,11 +101,19 @@ class EngineCore(Protocol):
         ...
 
     def set_admission(self, limit: AdmissionLimit | None) -> None:
-        """Refuse requests beyond `limit` with Overloaded until it expires; None lifts it."""
+        """Refuse requests beyond `limit` with Overloaded until it expires; None lifts it.
+
+        Raises:
+            LoopUnavailable: the loop has ended.
+        """
         ...
 
     def set_draining(self, draining: bool) -> None:
-        """Refuse (or admit again) all new requests; those admitted go on."""
+        """Refuse (or admit again) all new requests; those admitted go on.
+
+        Raises:
+            LoopUnavailable: the loop has ended.
+        """
         ...
 
     def step_age_s(self) -> float:

@@ -7,6 +7,7 @@ reason, and count what is in flight. Non-goals: HTTP, JSON, and what the text me
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from types import TracebackType
 
 from ullage_engine.api.answer import Answer, Piece
 from ullage_engine.api.core import EngineCore
+from ullage_engine.errors import LoopUnavailable
 from ullage_engine.metrics import HttpMetrics
 from ullage_engine.request import GenerationRequest, Sink, TokenOutput
 
@@ -99,8 +101,7 @@ class Batch:
     def close(self) -> None:
         """Abort what is unfinished. Idempotent."""
         for index in tuple(self._unfinished):
-            self._owner.core.abort(self.plans[index].request.request_id)
-            self._end(index)
+            self._abort(index)
 
     def _sink(self, index: int) -> Sink:
         def sink(output: TokenOutput) -> None:
@@ -119,9 +120,14 @@ class Batch:
         piece = answer.feed(output)
         self._observe(index, output, ended=piece.ending is not None)
         if piece.ending is not None and index in self._unfinished:  # a stop string: the core does not know
-            self._owner.core.abort(self.plans[index].request.request_id)
-            self._end(index)
+            self._abort(index)
         return piece
+
+    def _abort(self, index: int) -> None:
+        self._end(index)
+        # A loop that has ended has no sequences left: there is nothing to abort.
+        with contextlib.suppress(LoopUnavailable):
+            self._owner.core.abort(self.plans[index].request.request_id)
 
     def _end(self, index: int) -> None:
         self._unfinished.discard(index)

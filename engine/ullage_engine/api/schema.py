@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ullage_engine.api.body import read_body
 from ullage_engine.api.errors import from_validation, unsupported
@@ -69,7 +69,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _BASE = ConfigDict(strict=True, allow_inf_nan=False)
 _OPEN = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
-TokenIds = Annotated[list[int], FailFast()]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -91,7 +91,7 @@ class GenerationBody(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
-    stop: str | Annotated[list[str], FailFast()] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
@@ -128,7 +128,9 @@ class GenerationBody(BaseModel):
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | Annotated[list[str], FailFast()] | TokenIds | Annotated[list[TokenIds], FailFast()]
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
 
@@ -161,7 +163,7 @@ class Message(BaseModel):
     model_config = _OPEN
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], FailFast()]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def refuse_unsupported(self, at: int) -> None:
         """Raises ApiError for parts of a message that would change the prompt."""
@@ -179,7 +181,7 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -199,7 +201,7 @@ class TokenizeBody(BaseModel):
     model_config = _BASE
 
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast()] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 
