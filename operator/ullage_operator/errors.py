@@ -7,7 +7,9 @@
     │   ├── AgentUnreachable  no trustworthy answer: the call may or may not have been carried out
     │   └── AgentRefused      the agent answered and said no; nothing was done. Carries `status`
     ├── CertificateError      a certificate or key that cannot be read
+    ├── SetupError            the operator cannot start; one line with the remedy
     └── ClusterError          the Kubernetes API refused or did not answer. Carries `status` where it answered
+        └── NameTaken         an object of a child's name exists and belongs to someone else
 
 Only `handlers` turns these into kopf's TemporaryError and PermanentError.
 """
@@ -53,3 +55,11 @@ class ClusterError(OperatorError):
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class NameTaken(ClusterError):
+    """An object of a child's name exists and belongs to someone else; it is not touched."""
+
+
+class SetupError(OperatorError):
+    """The operator cannot start. `str()` is one line: what, which value, remedy."""

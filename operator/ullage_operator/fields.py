@@ -17,6 +17,7 @@ QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 """Kubernetes quantities that can mean a resource: no sign, no exponent, a known suffix or none."""
 MINIMUM_KV_BYTES = 1024 * 1024
 """Below this a KV cache memory is a forgotten or mistaken suffix (`48`, `48m`), not a wish."""
+CEL_KEY = "x-kubernetes-validations"
 FAULT = "ullage"
 """Error type of every `fault`."""
 
@@ -27,6 +28,14 @@ def fault(message: str, *, field: str | None = None) -> PydanticCustomError:
     The text completes the sentence "<field>: …": it gives the value and the remedy.
     """
     return PydanticCustomError(FAULT, "{message}", {"message": message, "field": field or ""})
+
+
+def cel(*rules: tuple[str, str]) -> dict[str, Any]:
+    """Schema extra that repeats validators of ours as CEL rules (rule, message), so that the API server refuses early.
+
+    The validators stay the authority: servers before 1.25 evaluate no rules.
+    """
+    return {CEL_KEY: [{"rule": rule, "message": message} for rule, message in rules]}
 
 
 class Part(BaseModel):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from ullage_operator.fields import Part, Timestamp
+from ullage_operator.fields import Part, Timestamp, cel
 from ullage_operator.model.common import FINAL_PHASES, Mode, ObjectMeta, Phase, RemedyAction
 
 
@@ -57,17 +57,34 @@ class Evidence(Part):
 class RemediationSpec(Part):
     """What was decided, and on which evidence. Only approved and approvedBy are ever changed."""
 
-    service: str
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            (
+                " && ".join(
+                    f"self.{name} == oldSelf.{name}"
+                    for name in ("service", "pod", "podUID", "action", "reason", "mode")
+                ),
+                "only approved and approvedBy may be changed",
+            ),
+            (
+                "has(self.parameters) == has(oldSelf.parameters)"
+                " && (!has(self.parameters) || self.parameters == oldSelf.parameters)",
+                "parameters of a decision cannot be changed",
+            ),
+        )
+    )
+
+    service: str = Field(max_length=63)
     """Name of the InferenceService, in the same namespace."""
-    pod: str
+    pod: str = Field(max_length=253)
     """Name of the engine's pod (or process)."""
-    pod_uid: str = Field(alias="podUID")
+    pod_uid: str = Field(alias="podUID", max_length=128)
     """UID of that pod: a successor under the same name is never meant."""
     action: RemedyAction
     """What to do."""
     parameters: Parameters = Field(default_factory=Parameters)
     """With which parameters."""
-    reason: str
+    reason: str = Field(max_length=64)
     """Rule that fired."""
     inputs: Evidence
     """What the rule saw."""

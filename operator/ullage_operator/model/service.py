@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
-from ullage_operator.fields import Part, Timestamp, fault
+from ullage_operator.fields import Part, Timestamp, cel, fault
 from ullage_operator.model.common import ObjectMeta, Phase, RemedyAction
 from ullage_operator.model.spec import ServiceSpec
 
+NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_LIMIT = 40
 """Characters in a service's name: it goes into names of children, of remediations and of the certificate."""
 
@@ -95,6 +96,15 @@ def _service_name(metadata: ObjectMeta) -> ObjectMeta:
 
 class InferenceService(Part):
     """An LLM served by engines whose KV cache is watched and kept from filling up."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            (
+                f"size(self.metadata.name) <= {NAME_LIMIT} && self.metadata.name.matches('{NAME_PATTERN}')",
+                f"metadata.name must be a DNS label of at most {NAME_LIMIT} characters that begins with a letter",
+            ),
+        )
+    )
 
     api_version: Literal["ullage.dev/v1alpha1"] = "ullage.dev/v1alpha1"
     kind: Literal["InferenceService"] = "InferenceService"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from ullage_operator.fields import CacheMemory, Part, Quantity, fault, parse_bytes
+from ullage_operator.fields import CacheMemory, Part, Quantity, cel, fault, parse_bytes
 from ullage_operator.model.common import Mode
 
 
@@ -44,6 +44,12 @@ class Eviction(Part):
 class KVCache(Part):
     """Memory and layout of the paged KV cache."""
 
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            ("self.memory.matches('[kMGTP]i?$')", "memory needs a unit, such as 48Mi"),
+        )
+    )
+
     memory: CacheMemory
     """Memory of the block pool as a quantity with a unit, such as "48Mi"; at least 1Mi."""
     type: Literal["fp8", "int8", "bf16", "fp32"] = "fp8"
@@ -63,6 +69,16 @@ class KVCache(Part):
 
 class Engine(Part):
     """The inference engine and its settings."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            ("self.type == 'ullage'", "only engine type ullage is served by this version"),
+            (
+                "self.maxBatchTokens >= self.maxSequences",
+                "maxBatchTokens is below maxSequences; raise it or lower maxSequences",
+            ),
+        )
+    )
 
     type: Literal["ullage", "vllm", "sglang"] = "ullage"
     """Engine to run. Only ullage is served by this version."""
@@ -123,6 +139,16 @@ class Agent(Part):
 class Replicas(Part):
     """How many engines run."""
 
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            ("self.min <= self.max", "min is above max; lower min or raise max"),
+            (
+                "!has(self.desired) || (self.min <= self.desired && self.desired <= self.max)",
+                "desired is outside min..max",
+            ),
+        )
+    )
+
     min: int = Field(default=1, ge=1)
     """Least number of engines."""
     max: int = Field(default=1, ge=1)
@@ -169,6 +195,12 @@ class ThrottlePolicy(Part):
 class RemediationPolicy(Part):
     """When and how the operator acts on memory risk."""
 
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            ("self.releaseThreshold < self.riskThreshold", "releaseThreshold is not below riskThreshold; lower it"),
+        )
+    )
+
     mode: Mode = "Enforce"
     """Observe records what would be done, Propose waits for approval, Enforce acts."""
     risk_threshold: float = Field(default=85, gt=0, le=100)
@@ -203,6 +235,15 @@ class RemediationPolicy(Part):
 class ServiceSpec(Part):
     """What is wanted."""
 
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            (
+                "self.engine.port != self.agent.metricsPort && self.engine.port != self.agent.actionPort && self.agent.metricsPort != self.agent.actionPort",
+                "engine.port, agent.metricsPort and agent.actionPort must differ",
+            ),
+        )
+    )
+
     model: Model
     """The model that is served."""
     engine: Engine
@@ -211,6 +252,16 @@ class ServiceSpec(Part):
     """The agent beside each engine."""
     replicas: Replicas = Field(default_factory=Replicas)
     """How many engines run."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            ("self.min <= self.max", "min is above max; lower min or raise max"),
+            (
+                "!has(self.desired) || (self.min <= self.desired && self.desired <= self.max)",
+                "desired is outside min..max",
+            ),
+        )
+    )
     remediation: RemediationPolicy = Field(default_factory=RemediationPolicy)
     """When and how the operator acts."""
     suspend: bool = False
