@@ -174,14 +174,17 @@ def _convert(source: Schema, definitions: Schema, *, defaults: bool, cel: bool) 
     for bound, name in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if bound in source:
             result[name], result[bound] = source[bound], True
-    nested = {"definitions": definitions, "defaults": defaults, "cel": cel}
+
+    def nested(part: Schema) -> Schema:
+        return _convert(part, definitions, defaults=defaults, cel=cel)
+
     if "items" in source:
-        result["items"] = _convert(source["items"], **nested)
+        result["items"] = nested(source["items"])
     if isinstance(source.get("additionalProperties"), dict):
-        result["additionalProperties"] = _convert(source["additionalProperties"], **nested)
+        result["additionalProperties"] = nested(source["additionalProperties"])
     if "properties" in source:
         parts = source["properties"]
-        result["properties"] = {name: _convert(part, **nested) for name, part in parts.items()}
+        result["properties"] = {name: nested(part) for name, part in parts.items()}
         if defaults and not source.get("required"):
             result.setdefault("default", {})
     if cel and CEL_KEY in source:

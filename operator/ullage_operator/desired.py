@@ -6,8 +6,6 @@ Non-goals: talking to the API server (`kube`), making certificates (`certificate
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +58,7 @@ class Images:
 
 def desired_objects(service: InferenceService, *, images: Images, credentials: Credentials) -> list[dict[str, Any]]:
     """Secret, Service and Deployment, in the order in which to apply them."""
-    return [_secret(service, credentials), _service(service), _deployment(service, images, credentials)]
+    return [_secret(service, credentials), _service(service), _deployment(service, images)]
 
 
 def owner_reference(service: InferenceService) -> dict[str, Any]:
@@ -141,7 +139,7 @@ def _service(service: InferenceService) -> dict[str, Any]:
     }
 
 
-def _deployment(service: InferenceService, images: Images, credentials: Credentials) -> dict[str, Any]:
+def _deployment(service: InferenceService, images: Images) -> dict[str, Any]:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -150,11 +148,7 @@ def _deployment(service: InferenceService, images: Images, credentials: Credenti
             "replicas": service.spec.replicas.effective,
             "selector": {"matchLabels": pod_labels(service)},
             "template": {
-                "metadata": {
-                    "labels": pod_labels(service),
-                    # Agents read their files once: new files need new pods.
-                    "annotations": {"ullage.dev/credentials": _digest(credentials)},
-                },
+                "metadata": {"labels": pod_labels(service)},
                 "spec": _pod(service, images),
             },
         },
@@ -261,8 +255,3 @@ def _probe(path: str, port: str, *, period: int, failures: int) -> dict[str, Any
         "timeoutSeconds": 5,
         "failureThreshold": failures,
     }
-
-
-def _digest(credentials: Credentials) -> str:
-    parts = [credentials.token, credentials.certificate, credentials.key]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

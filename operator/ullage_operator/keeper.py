@@ -28,7 +28,7 @@ from ullage_operator.policy import Decision
 from ullage_operator.reconcile import Reconciled, reconcile
 from ullage_operator.records import ClusterRecords
 from ullage_operator.remediation import SERVICE_LABEL
-from ullage_operator.status import invalid_status, observed_status
+from ullage_operator.status import invalid_status, merge_body, observed_status
 from ullage_operator.sweep import Sweeper, SweepResult
 from ullage_operator.targets import agent_targets
 
@@ -216,8 +216,7 @@ class Keeper:
     async def _write(self, status: ServiceStatus) -> None:
         if status == self._status:
             return
-        body = status.model_dump(mode="json", by_alias=True)  # None stays in: a merge patch removes the field
-        await self._office.cluster.write_status("InferenceService", *self._key, body)
+        await self._office.cluster.write_status("InferenceService", *self._key, merge_body(status))
         self._status = status
 
 

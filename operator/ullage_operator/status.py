@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ullage_operator.desired import pod_labels
 from ullage_operator.fields import moment
@@ -84,6 +84,12 @@ def invalid_status(
     return before.model_copy(
         update={"observed_generation": generation, "phase": "Invalid", "conditions": kept + stamped}
     )
+
+
+def merge_body(status: ServiceStatus) -> dict[str, Any]:
+    """As a merge patch: what is absent now is removed. Lists are replaced whole, so nothing in them says None."""
+    body = status.model_dump(mode="json", by_alias=True)
+    return {**body, "conditions": [condition.write() for condition in status.conditions]}
 
 
 def _split(

@@ -238,7 +238,8 @@ class ServiceSpec(Part):
     model_config = ConfigDict(
         json_schema_extra=cel(
             (
-                "self.engine.port != self.agent.metricsPort && self.engine.port != self.agent.actionPort && self.agent.metricsPort != self.agent.actionPort",
+                "self.engine.port != self.agent.metricsPort && self.engine.port != self.agent.actionPort"
+                " && self.agent.metricsPort != self.agent.actionPort",
                 "engine.port, agent.metricsPort and agent.actionPort must differ",
             ),
         )
@@ -252,16 +253,6 @@ class ServiceSpec(Part):
     """The agent beside each engine."""
     replicas: Replicas = Field(default_factory=Replicas)
     """How many engines run."""
-
-    model_config = ConfigDict(
-        json_schema_extra=cel(
-            ("self.min <= self.max", "min is above max; lower min or raise max"),
-            (
-                "!has(self.desired) || (self.min <= self.desired && self.desired <= self.max)",
-                "desired is outside min..max",
-            ),
-        )
-    )
     remediation: RemediationPolicy = Field(default_factory=RemediationPolicy)
     """When and how the operator acts."""
     suspend: bool = False
