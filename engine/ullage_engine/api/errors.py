@@ -103,7 +103,7 @@ def _field_path(error: ErrorDetails) -> tuple[str, ...]:
     """Where in the body; what pydantic adds to tell a union's members apart is left out."""
     path: list[str] = []
     for part in error["loc"]:
-        if isinstance(part, str) and part.startswith(("str", "list[", "constrained-")):
+        if part == "str" or str(part).startswith("list["):
             break
         path.append(str(part))
     return tuple(path)

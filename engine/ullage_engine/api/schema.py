@@ -19,6 +19,8 @@ from ullage_engine.api.errors import from_validation, unsupported
 MAX_CHOICES = 64
 """Sequences that one call may start: prompts times `n`."""
 MAX_TOP_LOGPROBS = 20
+MAX_TOKENS = 1 << 31
+"""Far above any context; keeps numbers in messages readable."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 SEED_LIMIT = 1 << 63
@@ -89,7 +91,7 @@ class GenerationBody(BaseModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
@@ -182,7 +184,7 @@ class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
