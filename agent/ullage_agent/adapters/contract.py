@@ -63,11 +63,11 @@ class Ledger:
         """`raw` if it keeps the promise; otherwise None, with a violation entered."""
         if raw is None and field.nullable:
             return None
-        if not _has_kind(raw, field.kind):
-            self.report(field.source, "wrong_type", f"{_short(raw)} is no {field.kind}")
-            return None
         if isinstance(raw, float) and not math.isfinite(raw):
             self.report(field.source, "not_finite", f"{raw} is no number")
+            return None
+        if not _has_kind(raw, field.kind):
+            self.report(field.source, "wrong_type", f"{_short(raw)} is no {field.kind}")
             return None
         if not _in_range(raw, field):
             self.report(field.source, "out_of_range", f"{_short(raw)} is outside {_range_of(field)}")

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ REMEMBERED_KEYS = 1024
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One reading: at most a hang, then either a snapshot or an error."""
 
-    snapshot: dict[str, int | float | bool | None] | None = None
+    snapshot: dict[str, Any] | None = None
     """Fields of `wire.Snapshot`; `sampled_at` is filled in, those left out are None."""
     violations: tuple[Violation, ...] = ()
     error: str | None = None
@@ -119,7 +120,7 @@ class FakeAdapter:
         result = pool.act(action, request, now)
         return replace(result, before=before, after=pool.snapshot(now, wall, self.readings))
 
-    def _checked(self, values: dict[str, int | float | bool | None], given: tuple[Violation, ...]) -> Reading:
+    def _checked(self, values: dict[str, Any], given: tuple[Violation, ...]) -> Reading:
         ledger = Ledger()
         parts = {name: value for name, value in values.items() if name != "sampled_at"}
         snapshot = build_snapshot(parts, sampled_at=self._clock.wall(), in_flight=0, ledger=ledger)

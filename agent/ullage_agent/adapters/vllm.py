@@ -198,7 +198,8 @@ def _labels(samples: Iterable[tuple[dict[str, str], float]], name: str) -> Itera
 
 def _whole(value: float) -> int | float:
     """Expositions write counts as floats; one that is no whole number stays a float, to be judged."""
-    return int(value) if value.is_integer() else value
+    number = float(value)  # the parser gives whole numbers as int
+    return int(number) if number.is_integer() else number
 
 
 def _digits(text: str | None) -> object:
