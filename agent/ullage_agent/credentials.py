@@ -32,7 +32,7 @@ class Credentials:
     def accepts(self, authorization: str | None) -> bool:
         """Whether an `Authorization` header carries the token. Takes as long whatever is wrong with it."""
         scheme, _, given = (authorization or "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), self._token)
+        right = hmac.compare_digest(given.strip().encode(errors="replace"), self._token)
         return right and scheme.lower() == "bearer"
 
     def refresh(self) -> bool:

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024
 BODY_TIMEOUT_S = 5.0
 SHUTDOWN_TIMEOUT_S = 5.0
+LINGER_S = 0.5
+"""How long an unread body may still arrive after the answer: enough for the client to see the answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -141,7 +143,9 @@ class Listener:
 
     def __init__(self, app: web.Application, option: str) -> None:
         self._option = option
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, lingering_time=LINGER_S
+        )
 
     async def open(self, host: str, port: int, context: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Bind and serve; the address really bound.

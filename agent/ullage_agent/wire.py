@@ -246,4 +246,23 @@ def _range_problem(message: object) -> str | None:
             amount = getattr(message, name)
             if amount is not None and amount <= 0:
                 return f"{name} is {amount}; it must be above 0"
+    return _amount_problem(message, "$")
+
+
+_MAY_FALL = frozenset({"growth_blocks_per_s"})
+"""The only numbers that may be negative."""
+
+
+def _amount_problem(value: object, path: str) -> str | None:
+    """The first number of a message, nested ones included, that no peer can have meant."""
+    if not is_dataclass(value):
+        return None
+    highest = 1.0 if isinstance(value, Fragmentation) else math.inf
+    for part in fields(value):
+        item, where = getattr(value, part.name), f"{path}.{part.name}"
+        if isinstance(item, int | float):
+            if part.name not in _MAY_FALL and not 0 <= item <= highest:
+                return f"{where} is {item}, outside 0..{highest:g}"
+        elif problem := _amount_problem(item, where):
+            return problem
     return None
