@@ -143,9 +143,7 @@ class Listener:
 
     def __init__(self, app: web.Application, option: str) -> None:
         self._option = option
-        self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, lingering_time=LINGER_S
-        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, lingering_time=LINGER_S)
 
     async def open(self, host: str, port: int, context: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Bind and serve; the address really bound.
