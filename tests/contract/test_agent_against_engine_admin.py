@@ -1,0 +1,84 @@
+"""The agent's `ullage` adapter against the engine's own admin interface, with a counted pool instead of a model."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ullage_agent.adapters.base import AdapterConfig
+from ullage_agent.adapters.ullage import UllageAdapter
+from ullage_agent.clock import SystemClock
+from ullage_agent.errors import EngineRefused
+from ullage_agent.wire import ActionRequest
+from ullage_engine.config import ServerConfig, TcpAddress, UnixAddress
+from ullage_engine.fake_core import FakeCore
+from ullage_engine.fake_engine import FakeEngine, running, tiny_tokenizer
+
+
+@pytest.fixture
+async def core(tmp_path: Path) -> AsyncIterator[FakeCore]:
+    made = FakeCore().start()
+    config = ServerConfig(public=TcpAddress("127.0.0.1", 0), admin=UnixAddress(tmp_path / "admin.sock"))
+    async with running(FakeEngine(made, tiny_tokenizer()), config):
+        yield made
+    made.close()
+
+
+@pytest.fixture
+async def adapter(core: FakeCore, tmp_path: Path) -> AsyncIterator[UllageAdapter]:
+    made = UllageAdapter.from_config(AdapterConfig(url=f"unix:{tmp_path}/admin.sock", clock=SystemClock()))
+    yield made
+    await made.close()
+
+
+async def test_the_engine_keeps_the_metric_contract(adapter: UllageAdapter) -> None:
+    reading = await adapter.read()
+    assert reading.violations == ()
+    assert reading.snapshot.total_blocks is not None
+    assert reading.identity.type == "ullage"
+    assert reading.identity.model == "fake"
+
+
+async def test_sequence_never_goes_back(adapter: UllageAdapter) -> None:
+    numbers = [(await adapter.read()).snapshot.sequence for _ in range(5)]
+    assert None not in numbers
+    assert numbers == sorted(number for number in numbers if number is not None)
+
+
+async def test_evict_reaches_the_pool_once_a_key(adapter: UllageAdapter, core: FakeCore) -> None:
+    request = ActionRequest(ratio=0.5)
+    first = await adapter.act("evict", request, "key-1")
+    again = await adapter.act("evict", request, "key-1")
+    assert len(core.evictions) == 1
+    assert (first.outcome, first.blocks_freed) == (again.outcome, again.blocks_freed)
+    with pytest.raises(EngineRefused) as caught:
+        await adapter.act("evict", ActionRequest(ratio=0.6), "key-1")
+    assert caught.value.status == 409
+
+
+async def test_throttle_shows_in_the_snapshot_and_release_lifts_it(adapter: UllageAdapter) -> None:
+    throttled = await adapter.act("throttle", ActionRequest(max_prompt_tokens=64, ttl_s=60.0), "key-1")
+    assert throttled.after is not None
+    assert throttled.after.admission_max_prompt_tokens == 64
+    assert throttled.after.admission_expires_in_s == pytest.approx(60.0, abs=30.0)
+    released = await adapter.act("release", ActionRequest(), "key-2")
+    assert released.after is not None
+    assert released.after.admission_max_prompt_tokens is None
+
+
+async def test_drain_of_an_idle_engine(adapter: UllageAdapter) -> None:
+    drained = await adapter.act("drain", ActionRequest(timeout_s=5.0), "key-1")
+    assert drained.outcome == "Succeeded"
+    assert drained.after is not None
+    assert drained.after.draining is True
+
+
+async def test_compact_is_not_offered_by_this_engine(adapter: UllageAdapter) -> None:
+    await adapter.read()
+    assert adapter.capabilities() == ("evict", "throttle", "release", "drain")
+
+
+async def test_readings_may_overlap(adapter: UllageAdapter) -> None:
+    readings = await asyncio.gather(*(adapter.read() for _ in range(20)))
+    assert all(reading.violations == () for reading in readings)
