@@ -103,7 +103,7 @@ def settings() -> kopf.OperatorSettings:
     for group, version, plural in (*CHILDREN, ("", "v1", "pods"), (GROUP, VERSION, "remediations")):
         result.watching.label_selectors[group, version, plural] = SERVICE_LABEL
     result.watching.connect_timeout = 10.0
-    result.watching.server_timeout = 300.0
+    result.watching.server_timeout = 300  # whole seconds: the API server reads nothing else
     result.peering.standalone = True
     result.posting.enabled = False
     result.process.ultimate_exiting_timeout = 30.0

@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser(os.environ).parse_args(argv)
         logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        if arguments.log_level != "DEBUG":
+            logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for every event of every object
         _prepare_environment(arguments)
         asyncio.run(_operate(arguments))
     except SetupError as error:

@@ -66,7 +66,7 @@ def observed_status(
         replicas=int(counts.get("replicas") or 0),
         ready_replicas=ready,
         selector=",".join(f"{key}={value}" for key, value in sorted(pod_labels(service).items())),
-        throttled=facts[4].status == "True",
+        throttled={"True": True, "False": False}.get(facts[4].status),
         risk=_risk(service, before.risk, fresh),
         last_action=_last_action(sweep) or before.last_action,
         conditions=_stamp(facts, before.conditions, service.metadata.generation, now),
