@@ -222,6 +222,7 @@ async def serve(
         announce(sockets.describe() | {"model": engine.core.model_name})
         await _until(tasks, stop.asked)
         await _drain(engine, in_flight, config.drain_seconds, stop)
+        public.generations.give_up("the server is stopping, and this request took too long to finish")
         for server, _ in servers:
             server.should_exit = True
             server.force_exit = stop.hurry.is_set()
@@ -229,9 +230,15 @@ async def serve(
     except OSError as error:
         raise ConfigError(f"--port: an address was taken while the model was loading: {error}") from error
     finally:
-        for task in tasks:
-            task.cancel()
+        await _cancel([*tasks, *(task for server, _ in servers for task in server.server_state.tasks)])
         public.preparer.close()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """End servers and requests that are left; a cancelled request aborts its sequences."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event) -> None:

@@ -36,6 +36,7 @@ class Generations:
         self.metrics = metrics
         self.clock = clock
         self.in_flight = 0
+        self._open: set[Batch] = set()
 
     def start(self, plans: Sequence[Plan]) -> Batch:
         """Submit all sequences, or none.
@@ -44,12 +45,22 @@ class Generations:
             RequestRejected: the core refused one of them.
         """
         batch = Batch(self, plans)
+        self._open.add(batch)
         try:
             batch.submit()
         except BaseException:
             batch.close()
             raise
         return batch
+
+    def give_up(self, reason: str) -> None:
+        """End every sequence in flight; their clients are told `reason`."""
+        for batch in tuple(self._open):
+            batch.give_up(reason)
+
+    def forget(self, batch: Batch) -> None:
+        """A batch has been closed."""
+        self._open.discard(batch)
 
 
 class Batch:
@@ -102,6 +113,14 @@ class Batch:
         """Abort what is unfinished. Idempotent."""
         for index in tuple(self._unfinished):
             self._abort(index)
+        self._owner.forget(self)
+
+    def give_up(self, reason: str) -> None:
+        """End what is unfinished as if the core had."""
+        for index in self._unfinished:
+            request_id = self.plans[index].request.request_id
+            ended = TokenOutput(request_id=request_id, token=None, finish_reason="abort", error=reason)
+            self._outputs.put_nowait((index, ended))
 
     def _sink(self, index: int) -> Sink:
         def sink(output: TokenOutput) -> None:
@@ -114,7 +133,9 @@ class Batch:
         return sink
 
     def _take(self, index: int, output: TokenOutput) -> Piece:
-        if output.finish_reason is not None:
+        if output.finish_reason == "abort":
+            self._abort(index)
+        elif output.finish_reason is not None:
             self._end(index)
         answer = self.plans[index].answer
         piece = answer.feed(output)
