@@ -1,0 +1,203 @@
+"""The admin interface: strict bodies, honest answers, acts that happen once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from ullage_engine.api.admin import create_admin_app
+from ullage_engine.fake_core import FakeCore, Gate
+from ullage_engine.request import GenerationRequest, TokenOutput
+
+Open = Callable[..., Any]
+EVICT, ADMISSION, DRAIN = "/admin/v1/kv/evict", "/admin/v1/admission", "/admin/v1/drain"
+
+
+@asynccontextmanager
+async def admin(core: FakeCore, *, clock: Callable[[], float] = lambda: 100.0) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_admin_app(core, lambda: 0, clock=clock)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as made:
+        yield made
+
+
+async def test_snapshot_and_block_map_agree(core: FakeCore) -> None:
+    core.pool.cached = 40
+    async with admin(core) as http:
+        kv = (await http.get("/admin/v1/kv")).json()
+        blocks = (await http.get("/admin/v1/kv/blocks")).json()
+    assert kv == core.snapshot().to_json(100.0) | {"sequence": kv["sequence"], "step": kv["step"]}
+    assert set(blocks) == {"version", "sequence", "block_tokens", "states", "filled", "refs"}
+    assert len(blocks["states"]) == len(blocks["filled"]) == len(blocks["refs"]) == kv["blocks"]["total"]
+    assert blocks["states"].count("C") == kv["blocks"]["cached"] == 40
+
+
+async def test_evict(core: FakeCore) -> None:
+    core.pool.cached = 40
+    async with admin(core) as http:
+        dry = await http.post(EVICT, json={"ratio": 0.25, "dry_run": True})
+        real = await http.post(EVICT, json={"ratio": 0.25, "tiers": ["drop"]})
+        by_bytes = await http.post(EVICT, json={"bytes": core.pool.block_bytes * 5 - 1})
+        everything = await http.post(EVICT, json={"ratio": 1})
+        nothing = await http.post(EVICT, json={"ratio": 1.0})
+    assert [answer.status_code for answer in (dry, real, by_bytes, everything, nothing)] == [200] * 5
+    freed = [answer.json()["blocks_freed"] for answer in (dry, real, by_bytes, everything, nothing)]
+    assert freed == [10, 10, 5, 25, 0]
+    assert dry.json()["dry_run"] is True
+    assert real.json()["bytes_freed"] == 10 * core.pool.block_bytes
+    assert core.pool.cached == 0
+
+
+async def test_admission(core: FakeCore) -> None:
+    async with admin(core) as http:
+        limited = await http.post(ADMISSION, json={"max_prompt_tokens": 512, "ttl_s": 30})
+        assert limited.json() == {"max_prompt_tokens": 512, "max_total_blocks": None, "expires_in_s": 30}
+        assert core.limit is not None
+        assert (core.limit.max_prompt_tokens, core.limit.expires_at) == (512, 130.0)
+        shown = (await http.get("/admin/v1/kv")).json()["admission"]
+        assert (shown["max_prompt_tokens"], shown["expires_in_s"]) == (512, 30.0)
+        lifted = await http.post(ADMISSION, json={"max_prompt_tokens": None, "max_total_blocks": None})
+        assert lifted.json() == {"max_prompt_tokens": None, "max_total_blocks": None, "expires_in_s": None}
+        assert core.limit is None
+
+
+BAD_BODIES: list[tuple[str, Any, str, str]] = [
+    (EVICT, {}, "ratio", "exactly one of ratio and bytes"),
+    (EVICT, {"ratio": 0.5, "bytes": 5}, "ratio", "exactly one of ratio and bytes"),
+    (EVICT, {"ratio": 0}, "ratio", "greater than 0"),
+    (EVICT, {"ratio": 1.01}, "ratio", "less than or equal to 1"),
+    (EVICT, {"ratio": "0.5"}, "ratio", "valid number"),
+    (EVICT, {"ratio": True}, "ratio", "valid number"),
+    (EVICT, {"bytes": 0}, "bytes", "greater than 0"),
+    (EVICT, {"bytes": 5.5}, "bytes", "valid integer"),
+    (EVICT, {"bytes": 10**300}, "bytes", "less than"),
+    (EVICT, {"ratio": 1, "tiers": ["host"]}, "tiers", "no lower tier"),
+    (EVICT, {"ratio": 1, "tiers": []}, "tiers", "at least 1"),
+    (EVICT, {"ratio": 1, "tiers": "drop"}, "tiers", "valid array"),
+    (EVICT, {"ratio": 1, "dry_run": "no"}, "dry_run", "valid boolean"),
+    (EVICT, {"ratio": 1, "force": True}, "force", "known are ratio, bytes, tiers, dry_run"),
+    (ADMISSION, {"max_prompt_tokens": 5}, "ttl_s", "lift by itself"),
+    (ADMISSION, {"max_prompt_tokens": 0, "ttl_s": 5}, "max_prompt_tokens", "greater than 0"),
+    (ADMISSION, {"max_total_blocks": -1, "ttl_s": 5}, "max_total_blocks", "greater than 0"),
+    (ADMISSION, {"max_prompt_tokens": 5, "ttl_s": 0}, "ttl_s", "greater than 0"),
+    (ADMISSION, {"max_prompt_tokens": 5, "ttl_s": 10**9}, "ttl_s", "less than or equal"),
+    (DRAIN, {"timeout_s": -1}, "timeout_s", "greater than or equal to 0"),
+    (DRAIN, {"timeout": 1}, "timeout", "known are timeout_s"),
+    (DRAIN, [], "body", "object"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field", "message"), BAD_BODIES)
+async def test_bad_bodies(core: FakeCore, path: str, body: Any, field: str, message: str) -> None:
+    async with admin(core) as http:
+        answer = await http.post(path, json=body, headers={"Idempotency-Key": "k"})
+    assert answer.status_code == 422
+    assert set(answer.json()) == {"error"}
+    error = answer.json()["error"]
+    assert set(error) == {"field", "value", "message"}
+    assert error["field"] == field
+    assert message in error["message"]
+    assert (core.evictions, core.limit, core.draining) == ([], None, False)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff", b'{"ratio": NaN}', b'{"ratio": Infinity}', b'{"\\ud800": 1}', b'{"x":' * 9000]
+)
+async def test_hostile_bodies(core: FakeCore, body: bytes) -> None:
+    async with admin(core) as http:
+        answer = await http.post(EVICT, content=body)
+        assert (answer.status_code, set(answer.json()["error"])) == (422, {"field", "value", "message"})
+        assert (await http.post(EVICT, content=b" " * 70_000)).status_code == 413
+        assert (await http.get("/admin/v1/none")).status_code == 404
+        assert set((await http.get(EVICT)).json()["error"]) == {"message"}
+
+
+async def test_the_same_key_acts_once(core: FakeCore) -> None:
+    now = 0.0
+    core.pool.cached = 100
+    key = {"Idempotency-Key": "a"}
+    async with admin(core, clock=lambda: now) as http:
+        first = await http.post(EVICT, json={"bytes": 1024}, headers=key)
+        now = 599.0
+        again = await http.post(EVICT, json={"bytes": 1024, "dry_run": False}, headers=key)
+        assert again.json() == first.json()
+        assert len(core.evictions) == 1
+        for path, body in ((EVICT, {"bytes": 2048}), (DRAIN, {"timeout_s": 0})):
+            other = await http.post(path, json=body, headers=key)
+            assert other.status_code == 409
+            assert "Idempotency-Key" in other.json()["error"]["message"]
+        now = 601.0
+        await http.post(EVICT, json={"bytes": 1024}, headers=key)
+        assert len(core.evictions) == 2
+        await http.post(EVICT, json={"bytes": 1024})
+        await http.post(EVICT, json={"bytes": 1024})
+        assert len(core.evictions) == 4
+        long = await http.post(EVICT, json={"bytes": 1024}, headers={"Idempotency-Key": "k" * 300})
+        assert (long.status_code, long.json()["error"]["field"]) == (422, "Idempotency-Key")
+
+
+async def test_a_loop_that_does_not_answer_is_503_and_may_be_tried_again(core: FakeCore) -> None:
+    core.pool.cached = 10
+    core.hung = True
+    async with admin(core) as http:
+        failed = await http.post(EVICT, json={"ratio": 1}, headers={"Idempotency-Key": "a"})
+        assert failed.status_code == 503
+        assert set(failed.json()["error"]) == {"message"}
+        core.hung = False
+        answer = await http.post(EVICT, json={"ratio": 1}, headers={"Idempotency-Key": "a"})
+        assert answer.json()["blocks_freed"] == 10
+
+
+async def test_concurrent_calls_with_one_key_act_once(core: FakeCore) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    evict = core.evict
+
+    class Slow(FakeCore):
+        def evict(self, **arguments: Any) -> Any:
+            begun.set()
+            assert go_on.wait(10)
+            return evict(**arguments)
+
+    core.pool.cached = 10
+    async with admin(Slow()) as http:
+        calls = [
+            asyncio.ensure_future(http.post(EVICT, json={"ratio": 1}, headers={"Idempotency-Key": "a"}))
+            for _ in range(5)
+        ]
+        assert await asyncio.to_thread(begun.wait, 10)
+        go_on.set()
+        answers = await asyncio.gather(*calls)
+    assert [answer.json()["blocks_freed"] for answer in answers] == [10] * 5
+    assert len(core.evictions) == 1
+
+
+async def test_drain(core: FakeCore, open_engine: Open) -> None:
+    gate = core.gate()
+
+    def script(request: GenerationRequest) -> Iterable[TokenOutput | Gate]:
+        yield gate
+        yield TokenOutput(request_id=request.request_id, token=65, finish_reason="length")
+
+    core.script = script
+    async with (
+        open_engine() as addresses,
+        httpx.AsyncClient(base_url=addresses["public"], timeout=30) as public,
+        httpx.AsyncClient(base_url=addresses["admin"], timeout=30) as http,
+    ):
+        body = {"model": "fake", "prompt": "x"}
+        answer = asyncio.ensure_future(public.post("/v1/completions", json=body))
+        assert await asyncio.to_thread(core.wait_for, lambda core: bool(core.live))
+        early = await http.post(DRAIN, json={"timeout_s": 0})
+        assert early.json() == {"drained": False, "in_flight": 1}
+        refused = await public.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        waiting = asyncio.ensure_future(http.post(DRAIN, json={"timeout_s": 30}))
+        gate.open()
+        assert (await waiting).json() == {"drained": True, "in_flight": 0}
+        assert (await answer).status_code == 200
