@@ -10,13 +10,13 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from ullage_engine.eviction import EvictionPlan, Protection, evict, plan_eviction
 from ullage_engine.pool import BlockPool
 from ullage_engine.request import AdmissionLimit, FinishReason, GenerationRequest, Sink, TokenOutput
-from ullage_engine.runner import ModelRunner
 from ullage_engine.sampler import Sampled, sample
 from ullage_engine.scheduler import Chunk, Scheduler
 from ullage_engine.sequence import Sequence
@@ -48,6 +48,30 @@ class RequestTally:
     evicted_tokens: int = 0
 
 
+class Runner(Protocol):
+    """The model as the engine sees it: `runner.ModelRunner`, or `fake_runner.FakeRunner` in tests."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        ...
+
+    def allocator_bytes(self) -> tuple[int, int]:
+        """Bytes that the allocator has reserved and, of those, handed out."""
+        ...
+
+    def forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Write the chunks' keys and values; logits [n, V] float32, a row for each chunk that completes, in order.
+
+        May raise anything: repeating the call with fewer chunks must be safe.
+        """
+        ...
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero blocks whose content may be unfit for others."""
+        ...
+
+
 class Engine:
     """Sequences in flight, and what happens to them between two steps."""
 
@@ -55,7 +79,7 @@ class Engine:
         self,
         *,
         identity: EngineIdentity,
-        runner: ModelRunner,
+        runner: Runner,
         pool: BlockPool,
         scheduler: Scheduler,
         protection: Protection,
@@ -174,7 +198,7 @@ class Engine:
     def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool) -> EvictionReport:
         """Free cold blocks; exactly one of `ratio` (of occupied blocks) and `bytes_` is given."""
         began = self._clock()
-        size = self._runner.store.layout.block_bytes
+        size = self._runner.block_bytes
         occupied = self.pool.total - self.pool.free
         wanted = -(-bytes_ // size) if bytes_ is not None else round(occupied * (ratio or 0.0) + 0.5)
         plan = plan_eviction(self.pool, self.scheduler.running, min(wanted, occupied), self._protection)
@@ -209,14 +233,14 @@ class Engine:
         """The state between two steps, numbered."""
         self._readings += 1
         usage, scheduler = self.pool.usage(), self.scheduler
-        reserved, allocated = self._runner.store.allocator_bytes()
+        reserved, allocated = self._runner.allocator_bytes()
         return EngineSnapshot(
             instance=self.identity.instance,
             sequence=self._readings,
             model=self.identity.model,
             engine_version=self.identity.version,
             block_tokens=self.pool.block_tokens,
-            block_bytes=self._runner.store.layout.block_bytes,
+            block_bytes=self._runner.block_bytes,
             blocks=BlockCounts(
                 total=usage.total,
                 free=usage.free,

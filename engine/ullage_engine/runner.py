@@ -19,6 +19,13 @@ class ModelRunner:
         self.store = store
         self._device = device
 
+    @property
+    def block_bytes(self) -> int:
+        return self.store.layout.block_bytes
+
+    def allocator_bytes(self) -> tuple[int, int]:
+        return self.store.allocator_bytes()
+
     @torch.inference_mode()
     def forward(self, chunks: list[Chunk]) -> torch.Tensor:
         """Compute all chunks in one pass and write their keys and values.

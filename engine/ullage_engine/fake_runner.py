@@ -1,0 +1,86 @@
+"""A runner without a model, for tests of everything around it.
+
+Its "key and value" of a token is a number mixed from the token, its position and the number *read back from the
+cache* at the position before. A block written to the wrong slot, shared wrongly or read after reuse therefore changes
+every later token, exactly like a real model, but at a millionth of the cost. `expected_tokens` says what a sequence
+that never shares, waits or is preempted would generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ullage_engine.scheduler import Chunk
+
+MODULUS = (1 << 61) - 1
+
+
+def mix(previous: int, token: int, position: int) -> int:
+    """The number stored for a token."""
+    return (previous * 1_000_003 + token * 7_919 + position * 104_729 + 12_345) % MODULUS
+
+
+def expected_tokens(prompt: Sequence[int], count: int, vocabulary: int) -> list[int]:
+    """The `count` tokens that follow `prompt` under greedy sampling."""
+    value, tokens = 0, list(prompt)
+    for position, token in enumerate(tokens):
+        value = mix(value, token, position)
+    for _ in range(count):
+        tokens.append(value % vocabulary)
+        value = mix(value, tokens[-1], len(tokens) - 1)
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Implements `engine.Runner` over a table of numbers, one per slot.
+
+    Args:
+        fail: raises to make a chunk's computation fail; called before anything is written for it.
+    """
+
+    def __init__(
+        self, blocks: int, block_tokens: int, vocabulary: int, fail: Callable[[Chunk], None] | None = None
+    ) -> None:
+        self.slots: list[int | None] = [None] * (blocks * block_tokens)
+        self.block_bytes = block_tokens * 8
+        self._block_tokens = block_tokens
+        self._vocabulary = vocabulary
+        self._fail = fail
+
+    def allocator_bytes(self) -> tuple[int, int]:
+        size = len(self.slots) * 8
+        return size, size
+
+    def forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        rows = []
+        for chunk in chunks:
+            if self._fail is not None:
+                self._fail(chunk)
+            last = self._write(chunk)
+            if chunk.completes:
+                row = torch.zeros(self._vocabulary)
+                row[last % self._vocabulary] = 1.0
+                rows.append(row)
+        return torch.stack(rows) if rows else torch.empty(0, self._vocabulary)
+
+    def scrub(self, blocks: list[int]) -> None:
+        for block in blocks:
+            start = block * self._block_tokens
+            self.slots[start : start + self._block_tokens] = [None] * self._block_tokens
+
+    def _write(self, chunk: Chunk) -> int:
+        sequence = chunk.sequence
+        value = self._read(sequence.table, sequence.kept - 1) if sequence.kept else 0
+        for i, slot in enumerate(sequence.slots(chunk.count)):
+            position = sequence.computed + i
+            value = mix(value, sequence.tokens[position], position)
+            self.slots[slot] = value
+        return value
+
+    def _read(self, table: list[int], row: int) -> int:
+        value = self.slots[table[row // self._block_tokens] * self._block_tokens + row % self._block_tokens]
+        if value is None:
+            raise LookupError(f"row {row} was never written")
+        return value

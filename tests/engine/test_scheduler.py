@@ -1,0 +1,161 @@
+"""Faults of schedulers that users met, each as a small scene on an engine without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ullage_engine.fake_runner import expected_tokens
+from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from ullage_engine.scheduler import MAX_PASSED_OVER
+
+
+def submit(engine: Any, name: str, prompt: list[int], count: int) -> list[TokenOutput]:
+    outputs: list[TokenOutput] = []
+    engine.add(
+        GenerationRequest(
+            request_id=name, prompt=tuple(prompt), sampling=SamplingParams(max_tokens=count, temperature=0)
+        ),
+        outputs.append,
+    )
+    return outputs
+
+
+def finish(engine: Any, limit: int = 2000) -> None:
+    for _ in range(limit):
+        if engine.idle:
+            return
+        engine.step()
+    pytest.fail(f"not idle after {limit} steps")
+
+
+def test_preempted_one_token_past_a_block_boundary_and_resumed(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=5, block_tokens=4, budget=16, sequences=3)
+    outputs = [submit(engine, f"r{i}", [i, 1, 2], 15) for i in range(3)]
+    finish(engine)
+    assert engine.scheduler.tally.preemptions > 0
+    assert engine.scheduler.tally.recomputed_tokens > 0
+    for i, output in enumerate(outputs):
+        assert [o.token for o in output] == expected_tokens([i, 1, 2], 15, 5)
+    assert engine.pool.active == 0
+
+
+def test_prefix_serves_a_resume_after_preemption(fake_engine: Any) -> None:
+    # 7 blocks of 16, two prompts of 34, 35 new tokens: the pool holds one of them at full length
+    engine, _ = fake_engine(blocks=7, block_tokens=16, budget=64, sequences=2)
+    outputs = [submit(engine, f"r{i}", [i] * 34, 35) for i in range(2)]
+    finish(engine)
+    assert all(len(output) == 35 for output in outputs)
+    assert engine.scheduler.tally.preemptions > 0
+    assert engine.scheduler.tally.prefix_hit_tokens > 0
+
+
+def test_small_requests_pass_a_blocked_head(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=10, block_tokens=4, budget=40, sequences=4, reuse=False)
+    submit(engine, "holder", [1] * 24, 8)
+    engine.step()
+    head = submit(engine, "head", [2] * 24, 4)
+    small = submit(engine, "small", [3] * 2, 2)
+    for _ in range(4):
+        engine.step()
+    assert small[-1].finish_reason == "length"
+    assert not head
+    finish(engine)
+    assert head[-1].finish_reason == "length"
+
+
+def test_a_blocked_head_is_not_passed_for_ever(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=10, block_tokens=4, budget=40, sequences=4, reuse=False)
+    head: list[TokenOutput] = []
+    for i in range(10 * MAX_PASSED_OVER):
+        submit(engine, f"small{i}", [i % 5] * 9, 3)
+        if i == 4:
+            head = submit(engine, "head", [9] * 34, 4)
+        engine.step()
+        if head:
+            break
+    assert head, "later requests starved the head of the queue"
+
+
+def test_oldest_request_always_advances(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=6, block_tokens=4, budget=8, sequences=4)
+    first = submit(engine, "first", [1] * 6, 18)
+    for i in range(4):
+        submit(engine, f"later{i}", [2 + i] * 6, 18)
+    got = 0
+    while not (first and first[-1].finish_reason):
+        for _ in range(3):
+            engine.step()
+        assert len(first) > got, "the oldest request made no progress in three steps"
+        got = len(first)
+    finish(engine)
+
+
+def test_full_prompt_hit_recomputes_its_last_token(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=16, block_tokens=4)
+    cold = submit(engine, "cold", [1, 2, 3, 4] * 2, 3)
+    finish(engine)
+    warm = submit(engine, "warm", [1, 2, 3, 4] * 2, 3)
+    finish(engine)
+    assert [o.token for o in warm] == [o.token for o in cold]
+    assert warm[0].cached_tokens == 4
+    assert cold[0].cached_tokens == 0
+
+
+def test_requests_finish_at_every_offset_of_a_block(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=16, block_tokens=8)
+    for length in range(1, 18):
+        outputs = submit(engine, f"r{length}", [1] * 5, length)
+        finish(engine)
+        assert len(outputs) == length
+        assert engine.pool.active == 0
+
+
+def test_one_failing_request_ends_alone(fake_engine: Any) -> None:
+    def fail(chunk: Any) -> None:
+        if chunk.sequence.request_id == "bad" and chunk.sequence.generated >= 2:
+            raise RuntimeError("boom")
+
+    engine, _ = fake_engine(blocks=16, block_tokens=4, fail=fail)
+    good, bad = submit(engine, "good", [1, 2, 3], 6), submit(engine, "bad", [1, 2, 3], 6)
+    finish(engine)
+    assert [o.token for o in good] == expected_tokens([1, 2, 3], 6, 5)
+    assert bad[-1].finish_reason == "error"
+    assert "RuntimeError" in (bad[-1].error or "")
+    assert engine.tally.failed == 1
+    assert engine.pool.active == 0
+    engine.check_integrity()
+
+
+def test_receiver_that_raises_ends_its_own_request_only(fake_engine: Any) -> None:
+    engine, _ = fake_engine()
+    good = submit(engine, "good", [1, 2, 3], 6)
+
+    def broken(output: TokenOutput) -> None:
+        raise ValueError("nobody listens")
+
+    engine.add(
+        GenerationRequest(request_id="bad", prompt=(1,), sampling=SamplingParams(max_tokens=5, temperature=0)), broken
+    )
+    finish(engine)
+    assert len(good) == 6
+    assert engine.pool.active == 0
+
+
+def test_slots_filled_tells_full_blocks_from_begun_ones(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=8, block_tokens=16, budget=64)
+    for i in range(2):
+        submit(engine, f"r{i}", [i] * 17, 5)
+    engine.step()
+    snapshot = engine.snapshot(None, draining=False)
+    assert snapshot.blocks.active == 4
+    assert (snapshot.slots_filled, snapshot.slots_allocated) == (34, 64)
+
+
+def test_outstanding_counts_what_admitted_work_may_still_ask_for(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=8, block_tokens=8, budget=16)
+    submit(engine, "r", [1] * 8, 24)
+    assert engine.snapshot(None, draining=False).outstanding_blocks == 4
+    engine.step()
+    assert engine.snapshot(None, draining=False).outstanding_blocks == 3
