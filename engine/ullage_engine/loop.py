@@ -87,7 +87,8 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         with self._changed:
-            self._hand_over(lambda: self._engine.abort(request_id))
+            if not self._stopping:  # else every request has been or is being told
+                self._hand_over(lambda: self._engine.abort(request_id))
 
     def _admit(self, request: GenerationRequest, sink: Sink) -> None:
         with self._changed:
@@ -174,7 +175,8 @@ class EngineLoop:
     def set_draining(self, draining: bool) -> None:
         with self._changed:
             self._draining = draining
-            self._hand_over(lambda: None)
+            if not self._stopping:
+                self._hand_over(lambda: None)
 
     def _limit_in_force(self) -> AdmissionLimit | None:
         limit = self._limit
