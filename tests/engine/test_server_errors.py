@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -165,6 +167,21 @@ async def test_a_body_too_large_is_refused_whole_and_chunked(core: FakeCore, ope
             error = error_of(await api.post(COMPLETIONS, content=content), 413)
             assert "--max-body" in error["message"]
         assert (await api.post(COMPLETIONS, json={"model": "fake", "prompt": "a"})).status_code == 200
+
+
+async def test_a_client_that_sends_all_before_it_listens_reads_the_answer(open_engine: Open) -> None:
+    """Not a reset connection: what is too much is read and thrown away."""
+    body = b"a" * 10_000_000
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    def send(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(head + body)
+            return connection.recv(65536)
+
+    async with open_engine(max_body_bytes=1 << 20) as addresses:
+        answer = await asyncio.to_thread(send, addresses["port"])
+    assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 async def test_ten_megabytes_of_text_are_too_many_tokens(core: FakeCore, open_engine: Open) -> None:
