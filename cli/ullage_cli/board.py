@@ -46,6 +46,8 @@ class Reading:
     free: int | None = None
     running: int | None = None
     waiting: int | None = None
+    shortfall: int | None = None
+    """Blocks that admitted work may still ask for, less those free or reclaimable."""
     finished: int | None = None
     generated: int | None = None
     errors: tuple[str, ...] = ()
@@ -84,10 +86,21 @@ def combine(reports: Mapping[str, RiskReport], errors: Sequence[str], at: float)
         free=_sum(snapshots, "free_blocks"),
         running=_sum(snapshots, "running"),
         waiting=_sum(snapshots, "waiting"),
+        shortfall=_shortfall(list(reports.values())),
         finished=_sum(snapshots, "finished_total"),
         generated=_sum(snapshots, "generated_tokens_total"),
         errors=(*errors, *troubles),
     )
+
+
+def _shortfall(reports: Sequence[RiskReport]) -> int | None:
+    total = 0
+    for report in reports:
+        forecast = report.forecast
+        if forecast is None or forecast.demand_blocks is None or forecast.supply_blocks is None:
+            return None
+        total += forecast.demand_blocks - forecast.supply_blocks
+    return total if reports else None
 
 
 def _sum(snapshots: Sequence[Snapshot], field: str) -> int | None:
@@ -195,7 +208,9 @@ class Board:
             risk=reading.risk if reading else None,
             total_blocks=reading.total if reading else None,
             block_tokens=reading.block_tokens if reading else None,
+            running=reading.running if reading else None,
             waiting=reading.waiting if reading else None,
+            shortfall_blocks=reading.shortfall if reading else None,
             tokens_per_s=self.tokens_per_s(),
             settled=self.settled,
         )

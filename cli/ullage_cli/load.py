@@ -70,7 +70,7 @@ class DemoLoad:
         self._feedback = feedback
         self._plan = plan
         self._clock = clock
-        self._in_flight: dict[asyncio.Task[Answer], int] = {}
+        self._in_flight: set[asyncio.Task[Answer]] = set()
         self._asked = 0
         self._speed = 0.0
 
@@ -112,14 +112,17 @@ class DemoLoad:
         return settled or 0
 
     async def _hold(self, settled_before: int) -> None:
-        """Keep the load up until a remediation has ended, so that its effect is seen under load."""
+        """Keep the load as it is until a remediation has ended, so that its effect is seen under load."""
         self.phase = "hold"
+        self._collect()
+        most = len(self._in_flight)
         deadline = self._clock() + self._plan.hold_s
         while self._clock() < deadline and self.gave_up is None:
             now = await self._feedback.next_pressure()
             if now.settled > settled_before:
                 return
-            if now.risk is not None and now.risk < self._plan.target_risk:
+            self._collect()
+            if len(self._in_flight) < most:
                 self._add_long(now)
 
     async def _ease_off(self) -> None:
@@ -127,8 +130,8 @@ class DemoLoad:
         self.phase = "easing off"
         long_ones = set(self._in_flight)
         index = self._plan.warm_up_chats
-        while long_ones & self._in_flight.keys():
-            if not self._in_flight.keys() - long_ones:
+        while long_ones & self._in_flight:
+            if not self._in_flight - long_ones:
                 self._start(self._short(index))
                 index += 1
             await self._some_answer()
@@ -146,8 +149,8 @@ class DemoLoad:
         self._speed = max(self._speed, now.tokens_per_s)
         question = self._long(long_answer_tokens(self._plan, self._speed))
         blocks = projected_blocks(self._plan, question, now.block_tokens or 16)
-        if wants_more(self._plan, now, sum(self._in_flight.values()), len(self._in_flight), blocks):
-            self._start(question, blocks)
+        if wants_more(self._plan, now, len(self._in_flight), blocks):
+            self._start(question)
 
     def _short(self, index: int) -> Question:
         return Question(system=SYSTEM, user=short_prompt(index), max_tokens=self._plan.short_tokens, seed=self._asked)
@@ -155,9 +158,8 @@ class DemoLoad:
     def _long(self, max_tokens: int) -> Question:
         return Question(system=SYSTEM, user=long_prompt(self._asked), max_tokens=max_tokens, seed=self._asked)
 
-    def _start(self, question: Question, blocks: int = 0) -> None:
-        task = asyncio.create_task(self._client.ask(question), name=f"chat {self._asked}")
-        self._in_flight[task] = blocks
+    def _start(self, question: Question) -> None:
+        self._in_flight.add(asyncio.create_task(self._client.ask(question), name=f"chat {self._asked}"))
         self._asked += 1
 
     async def _some_answer(self) -> None:
@@ -170,7 +172,7 @@ class DemoLoad:
 
     def _collect(self) -> None:
         for task in [task for task in self._in_flight if task.done()]:
-            del self._in_flight[task]
+            self._in_flight.remove(task)
             self.tally.count(task.result())
 
     async def _drop_unfinished(self) -> None:
