@@ -75,13 +75,13 @@ def parse_bytes(quantity: str) -> int:
         parse_quantity,
     )  # costs 0.3 s, and only those who size memory need it
 
-    if not re.match(QUANTITY_PATTERN, quantity):
+    if not re.fullmatch(QUANTITY_PATTERN, quantity):
         raise ValueError(f"{quantity!r} is not a quantity")
     return int(parse_quantity(quantity))  # type: ignore[no-untyped-call]
 
 
 def _check_quantity(value: str) -> str:
-    if re.match(QUANTITY_PATTERN, value):
+    if re.fullmatch(QUANTITY_PATTERN, value):
         return value
     if value.startswith("-"):
         raise fault(f"{value!r} is negative; give an amount above 0")

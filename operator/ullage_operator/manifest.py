@@ -63,13 +63,13 @@ def explain(error: ValidationError, obj: object) -> str:
     """One line for a failed validation of `obj`: the first problem, and how many more there are."""
     problems = error.errors(include_url=False)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{_object_name(obj)}: {_problem(problems[0])}{more}"
+    return _one_line(f"{_object_name(obj)}: {_problem(problems[0])}{more}")
 
 
 def _object_name(obj: object) -> str:
     metadata = obj.get("metadata") if isinstance(obj, dict) else None
     name = metadata.get("name") if isinstance(metadata, dict) else None
-    return f"InferenceService/{name or '(unnamed)'}"
+    return _one_line(f"InferenceService/{name or '(unnamed)'}")
 
 
 def _problem(problem: ErrorDetails) -> str:

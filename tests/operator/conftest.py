@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from ullage_agent.adapters.fake import FakeAdapter
+from ullage_agent.adapters.simulation import PoolSpec
+from ullage_agent.app import Agent
+from ullage_agent.config import AgentConfig
 from ullage_agent.wire import EngineIdentity, RiskReport, Snapshot
+from ullage_operator.certificates import Credentials, issue
+from ullage_operator.errors import ClusterError
 from ullage_operator.fields import moment
 from ullage_operator.manifest import read_service
 from ullage_operator.model import (
@@ -20,6 +32,7 @@ from ullage_operator.model import (
 from ullage_operator.observation import AgentTarget, Observation
 from ullage_operator.remediation import Step, propose
 
+DNS_NAME = "web.prod.agents.ullage.dev"
 NOW = 1_800_000_000.0
 ALL = ("evict", "throttle", "release")
 
@@ -134,3 +147,90 @@ class Build:
 @pytest.fixture(scope="session")
 def build() -> Build:
     return Build()
+
+
+class MemoryRecords:
+    """Records in memory, through their written form. `fail_at` makes the n-th write from now fail."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, dict[str, Any]] = {}
+        self.fail_at: int | None = None
+        self.writes = 0
+
+    async def load(self) -> list[Remediation]:
+        return [Remediation.read(obj) for obj in self.stored.values()]
+
+    async def save(self, record: Remediation) -> None:
+        self.writes += 1
+        if self.fail_at is not None and self.writes == self.fail_at:
+            raise ClusterError("the store failed")
+        self.stored[record.metadata.name] = record.write()
+
+    async def delete(self, name: str) -> None:
+        self.stored.pop(name, None)
+
+    async def only(self) -> Remediation:
+        (record,) = await self.load()
+        return record
+
+
+@pytest.fixture
+def records() -> MemoryRecords:
+    return MemoryRecords()
+
+
+class RunningAgent:
+    """The real agent on loopback with a simulated engine behind it."""
+
+    def __init__(self, agent: Agent, target: AgentTarget, credentials: Credentials) -> None:
+        self.agent = agent
+        self.target = target
+        self.credentials = credentials
+        assert isinstance(agent.adapter, FakeAdapter)
+        self.engine = agent.adapter
+
+    async def polled(self) -> None:
+        """Wait until a reading begun after this call is published."""
+        seen = self.engine.readings
+        while self.engine.readings < seen + 2:  # noqa: ASYNC110  the engine counts readings, it signals none
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def start_agent(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[RunningAgent]]]:
+    """Starts real agents; all share one token and certificate."""
+    credentials = issue(DNS_NAME, now=time.time())
+    files = {"cert": credentials.certificate, "key": credentials.key, "token": credentials.token}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    async with AsyncExitStack() as stack:
+
+        async def start(pool: PoolSpec, pod: str = "web-a") -> RunningAgent:
+            config = AgentConfig(
+                engine="fake",
+                engine_url="unused",
+                metrics_host="127.0.0.1",
+                metrics_port=0,
+                action_host="127.0.0.1",
+                action_port=0,
+                tls_cert=tmp_path / "cert",
+                tls_key=tmp_path / "key",
+                token_file=tmp_path / "token",
+                poll_seconds=0.05,
+            )
+            adapters = {"fake": lambda c: FakeAdapter.simulated(pool, c.clock)}
+            agent = await stack.enter_async_context(Agent(config, adapters=adapters))
+            assert agent.action_address is not None
+            host, port = agent.action_address
+            target = AgentTarget(pod=pod, uid=f"uid-{pod}", url=f"https://{host}:{port}", server_name=DNS_NAME)
+            running = RunningAgent(agent, target, credentials)
+            await running.polled()
+            return running
+
+        yield start
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(trust_env=False) as made:
+        yield made

@@ -440,9 +440,7 @@ TABLE: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("situation", "verdict", "reason"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
-)
+@pytest.mark.parametrize(("situation", "verdict", "reason"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_chain(build: Any, situation: Callable[[Any], Situation], verdict: str, reason: Reason) -> None:
     decision = _decide(build, *situation(build))
     assert (decision.verdict, decision.reason) == (verdict, reason), decision.message
@@ -514,6 +512,4 @@ def test_records_of_other_services_do_not_count(build: Any) -> None:
 def _decide(
     build: Any, service: InferenceService, observations: list[Observation], records: list[Remediation]
 ) -> Decision:
-    return decide(
-        Inputs(service=service, observations=tuple(observations), records=tuple(records)), build.now
-    )
+    return decide(Inputs(service=service, observations=tuple(observations), records=tuple(records)), build.now)

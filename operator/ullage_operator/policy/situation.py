@@ -52,9 +52,10 @@ class Situation:
 
     @cached_property
     def stale(self) -> list[Observation]:
-        """Readings that may not."""
+        """Readings that may not, by name."""
         uids = {o.target.uid for o in self.fresh}
-        return [o for o in self.inputs.observations if o.target.uid not in uids]
+        rest = (o for o in self.inputs.observations if o.target.uid not in uids)
+        return sorted(rest, key=lambda o: (o.target.pod, o.target.uid))
 
     @cached_property
     def at_risk(self) -> list[Observation]:
