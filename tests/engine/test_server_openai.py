@@ -94,14 +94,13 @@ async def test_defaults(core: FakeCore, tokenizer: Any, open_engine: Open) -> No
 async def test_chat_stream(core: FakeCore, tokenizer: Any, open_engine: Open) -> None:
     tokens = says(core, tokenizer, "日本語 and 😀", cached=2)
     async with client(open_engine) as api:
-        twice = await api.chat.completions.create(model="fake", messages=HELLO, n=2)
-    assert twice.usage.completion_tokens == 2 * (len(tokens) + 1)
-    assert twice.usage.prompt_tokens_details.cached_tokens == 2  # of a prompt that counts once
-    async with client(open_engine) as api:
         stream = await api.chat.completions.create(
             model="fake", messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
+        twice = await api.chat.completions.create(model="fake", messages=HELLO, n=2)
+    assert twice.usage.completion_tokens == 2 * (len(tokens) + 1)
+    assert twice.usage.prompt_tokens_details.cached_tokens == 2  # of a prompt that counts once
     *parts, last = chunks
     assert last.choices == []
     assert last.usage.completion_tokens == len(tokens) + 1

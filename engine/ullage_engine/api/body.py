@@ -11,9 +11,6 @@ from ullage_engine.api.errors import ApiError
 
 READ_SECONDS = 30.0
 """How long a body may take to arrive."""
-DISCARD_FACTOR = 16
-"""An over-long body is read and thrown away up to so many times the limit: a client that is still sending
-would otherwise meet a reset connection instead of the answer."""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -36,14 +33,11 @@ async def _collect(request: Request, max_bytes: int) -> bytes:
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size <= max_bytes:
-            parts.append(part)
-        elif size > max_bytes * DISCARD_FACTOR:
-            break
-    if size > max_bytes:
-        raise ApiError(
-            413,
-            f"the request body has more than {max_bytes} bytes; send less, or raise the server's --max-body",
-            code="body_too_large",
-        )
+        if size > max_bytes:  # uvicorn reads the rest and throws it away
+            raise ApiError(
+                413,
+                f"the request body has more than {max_bytes} bytes; send less, or raise the server's --max-body",
+                code="body_too_large",
+            )
+        parts.append(part)
     return b"".join(parts)
