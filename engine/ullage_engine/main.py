@@ -10,8 +10,10 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,7 +69,9 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=_whole, metavar="N", help="most tokens of prompt and answer")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
     group.add_argument("--threads", type=_whole, metavar="N", help="CPU threads of torch")
-    group.add_argument("--cache-dir", type=Path, metavar="DIR", help="keep converted weights here")
+    group.add_argument(
+        "--cache-dir", type=Path, default=_cache_dir(), metavar="DIR", help="keep converted weights here (%(default)s)"
+    )
 
 
 def _add_cache_options(group: argparse._ArgumentGroup) -> None:
@@ -102,6 +106,13 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
         ("--ready-step-age", defaults.ready_step_age_s, "/ready fails when the step loop stands for so long"),
     ):
         group.add_argument(flag, type=_seconds, default=default, metavar="S", help=f"{text} (%(default)g)")
+
+
+def _cache_dir() -> Path:
+    """The user's cache folder; the temporary one for a user without a home, as in a container."""
+    home = os.environ.get("HOME")
+    cache = os.environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else tempfile.gettempdir())
+    return Path(cache) / "ullage" / "models"
 
 
 def _whole(text: str) -> int:
@@ -191,6 +202,8 @@ def _read_keys(path: Path) -> frozenset[str]:
 
 def run(engine_config: EngineConfig, server_config: ServerConfig, build: Builder) -> None:
     """Take the addresses, load the model, serve until SIGTERM or SIGINT."""
+    # while the model loads no event loop listens for it: end as an exception, so that what was taken is given back
+    signal.signal(signal.SIGTERM, _terminated)
     sockets = bind(server_config)
     try:
         engine = build(engine_config)
@@ -200,6 +213,10 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, build: Builder
             engine.close()
     finally:
         sockets.close()
+
+
+def _terminated(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 async def _serve(engine: LoadedEngine, sockets: Sockets, config: ServerConfig) -> None:

@@ -72,7 +72,7 @@ def quiet_progress() -> None:
     from transformers.utils import logging as transformers_logging
 
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def resolve(source: str) -> Path:

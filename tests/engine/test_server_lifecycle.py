@@ -20,7 +20,7 @@ from ullage_engine.config import ServerConfig, TcpAddress, UnixAddress
 from ullage_engine.errors import ConfigError
 from ullage_engine.fake_core import FakeCore, Gate
 from ullage_engine.fake_engine import FakeEngine
-from ullage_engine.main import main
+from ullage_engine.main import main, parse_arguments
 from ullage_engine.request import GenerationRequest, TokenOutput
 from ullage_engine.server import Stop, bind, serve
 
@@ -268,3 +268,38 @@ def test_the_program_from_ready_to_signal(tmp_path: Path, number: signal.Signals
     assert (process.returncode, out) == (0, ""), err
     assert "Traceback" not in err
     assert not path.exists()
+
+
+LOADING = """
+import sys, time
+from ullage_engine.main import main
+def load(config):
+    print("loading", flush=True)
+    time.sleep(60)
+sys.exit(main(sys.argv[1:], load))
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_the_model_loads_leaves_no_socket(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    path = tmp_path / "a.sock"
+    command = [sys.executable, "-c", LOADING, "--model", "m", "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--admin", f"unix:{path}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        assert path.exists()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+    assert not path.exists()
+
+
+def test_a_user_without_a_home_still_gets_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    config, _ = parse_arguments(["--model", "m"])
+    assert config.cache_dir is not None
+    assert config.cache_dir.is_absolute()
