@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator until SIGTERM or SIGINT; the process's exit status."""
     try:
         arguments = _parser(os.environ).parse_args(argv)
-        logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        if arguments.log_level != "DEBUG":
+        logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        if arguments.log_level != "debug":
             logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for every event of every object
         _prepare_environment(arguments)
         asyncio.run(_operate(arguments))
@@ -135,11 +135,15 @@ def _prepare_environment(arguments: argparse.Namespace) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SetupError(message)
+        raise SetupError(f"{message}; see ullage-operator --help")
 
 
 def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = _Parser(prog="ullage-operator", description="Keeps InferenceServices of a Kubernetes cluster.")
+    parser = _Parser(
+        prog="ullage-operator",
+        allow_abbrev=False,
+        description="Keeps InferenceServices of a Kubernetes cluster.",
+    )
     add = parser.add_argument
     release = version("ullage")
     add("--namespace", action="append", default=[], metavar="NS", help="serve this namespace only (repeatable)")
@@ -149,7 +153,8 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--sweep-seconds", type=_seconds, default=2.0, help="time between two sweeps of a service's agents")
     add("--http-host", default="0.0.0.0", help="address of /metrics, /healthz and /readyz")
     add("--http-port", type=_port, default=8080, help="port of the same; 0 for any free one")
-    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
+    add("--version", action="version", version=release)
     return parser
 
 

@@ -1,0 +1,335 @@
+"""The operator as a process, under the rights it ships with, against a real API server."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Kubectl, eventually
+from processes import Program, http_get, metric
+
+pytestmark = pytest.mark.envtest
+
+EVICTED = 'ullage_agent_actions_total{action="evict",outcome="Succeeded"}'
+FULL = {"pool": {"total": 100, "hot": 100, "peak": 0}}
+SETTINGS = {"settleSeconds": 0.2, "evict": {"cooldownSeconds": 0.2}, "staleAfterPolls": 20}
+
+
+def service(name: str = "web", **changes: Any) -> dict[str, Any]:
+    spec = {
+        "model": {"source": "/models/tiny"},
+        "engine": {"kvCache": {"memory": "48Mi"}},
+        "agent": {"pollSeconds": 0.1},
+        "remediation": SETTINGS,
+    }
+    for key, value in changes.items():
+        spec[key] = {**spec.get(key, {}), **value} if isinstance(value, dict) else value
+    metadata = {"name": name}
+    return {"apiVersion": "ullage.dev/v1alpha1", "kind": "InferenceService", "metadata": metadata, "spec": spec}
+
+
+def condition(kubectl: Kubectl, kind: str, name: str = "web") -> dict[str, Any]:
+    obj = kubectl.get("infsvc", name) or {}
+    found = [c for c in obj.get("status", {}).get("conditions", []) if c["type"] == kind]
+    return found[0] if found else {}
+
+
+def children(kubectl: Kubectl) -> dict[str, str]:
+    found = {kind: kubectl.get(kind, name) for kind, name in CHILDREN.items()}
+    return {kind: obj["metadata"]["uid"] for kind, obj in found.items() if obj}
+
+
+CHILDREN = {"deployment": "web", "service": "web", "secret": "web-agent"}
+
+
+def all_children(kubectl: Kubectl) -> dict[str, str] | None:
+    found = children(kubectl)
+    return found if len(found) == len(CHILDREN) else None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def engine(kubectl: Kubectl, tmp_path: Path, port: int, scenario: dict[str, Any]) -> Iterator[Program]:
+    """What a node would do: run the pod's agent with the Secret's files, and report the pod as ready."""
+    pod = eventually("a pod", lambda: next(iter(kubectl.list("pod", "ullage.dev/service=web")), None))
+    secret = eventually("the Secret", lambda: kubectl.get("secret", "web-agent"))
+    for name, value in secret["data"].items():
+        (tmp_path / name).write_bytes(base64.b64decode(value))
+    (tmp_path / "scenario.json").write_text(json.dumps(scenario))
+    arguments = [
+        "--engine=fake",
+        f"--engine-url={tmp_path / 'scenario.json'}",
+        "--metrics-host=127.0.0.1",
+        "--metrics-port=0",
+        "--action-host=127.0.0.1",
+        f"--action-port={port}",
+        f"--tls-cert={tmp_path / 'tls.crt'}",
+        f"--tls-key={tmp_path / 'tls.key'}",
+        f"--token-file={tmp_path / 'token'}",
+        "--poll-seconds=0.1",
+    ]
+    with Program("ullage_agent.main", arguments, tmp_path / "agent.log") as agent:
+        ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+        status = {"phase": "Running", "podIP": "127.0.0.1", "conditions": [ready]}
+        kubectl.patch_status("pod", pod["metadata"]["name"], status)
+        yield agent
+
+
+def finished(kubectl: Kubectl) -> list[dict[str, Any]]:
+    ends = {"Succeeded", "Ineffective", "Failed", "Expired"}
+    return [r for r in kubectl.list("remed") if r.get("status", {}).get("phase") in ends]
+
+
+def test_children_appear_and_status_says_so(operator: Any, kubectl: Kubectl) -> None:
+    with operator() as running:
+        kubectl.apply(service())
+        eventually("the children", lambda: all_children(kubectl))
+        eventually("a status", lambda: condition(kubectl, "Progressing").get("reason") == "WaitingForEngines")
+        assert condition(kubectl, "Ready")["reason"] == "NoneReady"
+        table = kubectl.run("get", "infsvc")
+        assert table.split()[:6] == ["NAME", "PHASE", "READY", "REPLICAS", "RISK", "TERM"]
+        assert "Pending" in table
+        kubectl.run("get", "ullage")
+        assert http_get(f"{running.facts['http']}/readyz") == "ok\n"
+        assert metric(http_get(f"{running.facts['http']}/metrics"), "ullage_operator_services") == 1
+
+
+def test_scale_subresource_sets_the_deployment(operator: Any, kubectl: Kubectl) -> None:
+    with operator():
+        kubectl.apply(service(replicas={"min": 1, "max": 3}))
+        eventually("the children", lambda: all_children(kubectl))
+        kubectl.run("scale", "infsvc/web", "--replicas=3")
+        eventually("three replicas", lambda: (kubectl.get("deployment", "web") or {})["spec"]["replicas"] == 3)
+
+
+def test_what_breaks_is_repaired(operator: Any, kubectl: Kubectl) -> None:
+    with operator():
+        kubectl.apply(service())
+        first = eventually("the children", lambda: all_children(kubectl))
+        kubectl.run("delete", "service", "web")
+        kubectl.run("delete", "secret", "web-agent")
+        image = '[{"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "other"}]'
+        kubectl.run("patch", "deployment", "web", "--type=json", "-p", image)
+
+        def repaired() -> bool:
+            now = all_children(kubectl)
+            deployment = kubectl.get("deployment", "web") or {}
+            restored = deployment["spec"]["template"]["spec"]["containers"][0]["image"].startswith("ullage-engine")
+            return now is not None and restored and all(now[k] != first[k] for k in ("service", "secret"))
+
+        eventually("the repair", repaired, within_s=20)
+        assert children(kubectl)["deployment"] == first["deployment"]
+
+
+def test_deleting_takes_everything_though_no_agent_answers(operator: Any, kubectl: Kubectl) -> None:
+    with operator():
+        kubectl.apply(service(agent={"actionPort": free_port(), "pollSeconds": 0.1}))
+        eventually("the children", lambda: all_children(kubectl))
+        pod = eventually("a pod", lambda: kubectl.list("pod"))[0]
+        kubectl.patch_status("pod", pod["metadata"]["name"], {"phase": "Running", "podIP": "127.0.0.1"})
+        eventually("the silence", lambda: condition(kubectl, "EngineReachable").get("status") == "False")
+        assert condition(kubectl, "RiskHigh")["status"] == "Unknown"
+        kubectl.run("delete", "infsvc", "web", "--timeout=10s")
+        eventually("nothing left", lambda: not children(kubectl))
+
+
+def test_deleting_works_without_an_operator(operator: Any, kubectl: Kubectl) -> None:
+    with operator():
+        kubectl.apply(service())
+        eventually("the children", lambda: all_children(kubectl))
+    kubectl.run("delete", "infsvc", "web", "--timeout=10s")
+    eventually("nothing left", lambda: not children(kubectl))
+    with operator():
+        kubectl.apply(service())
+        eventually("the children anew", lambda: all_children(kubectl))
+
+
+def test_an_invalid_spec_is_said_and_mended(operator: Any, kubectl: Kubectl, control_plane: Any) -> None:
+    if control_plane.version() >= (1, 25):
+        pytest.skip("this API server evaluates CEL and refuses the object itself")
+    with operator():
+        kubectl.apply(service(replicas={"min": 3, "max": 2}))
+        found = eventually("InvalidSpec", lambda: condition(kubectl, "InvalidSpec"))
+        assert found["message"] == ("InferenceService/web: spec.replicas.min: 3 is above max 2; lower min or raise max")
+        assert children(kubectl) == {}
+        kubectl.apply(service(replicas={"min": 1, "max": 2}))
+        eventually("the children", lambda: all_children(kubectl))
+        eventually("no complaint", lambda: not condition(kubectl, "InvalidSpec"))
+
+
+def test_somebody_else_s_object_is_not_touched(operator: Any, kubectl: Kubectl) -> None:
+    kubectl.run("create", "service", "clusterip", "web", "--tcp=80:80")
+    before = kubectl.get("service", "web")
+    with operator():
+        kubectl.apply(service())
+        found = eventually(
+            "the complaint", lambda: c if (c := condition(kubectl, "Progressing")).get("status") else None
+        )
+        assert found["reason"] == "ReconcileFailed"
+        assert "Service/web exists and is not of this service" in found["message"]
+        assert kubectl.get("service", "web") == before
+        assert set(children(kubectl)) == {"service"}
+        kubectl.run("delete", "service", "web")
+        eventually("the children", lambda: all_children(kubectl), within_s=90)
+
+
+def test_a_suspended_service_is_left_alone(operator: Any, kubectl: Kubectl) -> None:
+    with operator():
+        kubectl.apply(service())
+        eventually("the children", lambda: all_children(kubectl))
+        kubectl.apply(service(suspend=True))
+        eventually("Suspended", lambda: (kubectl.get("infsvc", "web") or {})["status"]["phase"] == "Suspended")
+        kubectl.run("delete", "service", "web")
+        kubectl.apply(service(suspend=True, replicas={"max": 2}))
+        generation = (kubectl.get("infsvc", "web") or {})["metadata"]["generation"]
+        eventually("another pass", lambda: condition(kubectl, "Progressing")["observedGeneration"] == generation)
+        assert set(children(kubectl)) == {"deployment", "secret"}
+        kubectl.apply(service())
+        eventually("the repair", lambda: all_children(kubectl))
+
+
+def test_risk_leads_to_one_eviction_that_is_found_effective(operator: Any, kubectl: Kubectl, tmp_path: Path) -> None:
+    port = free_port()
+    with operator() as running:
+        kubectl.apply(service(agent={"actionPort": port, "pollSeconds": 0.1}))
+        with engine(kubectl, tmp_path, port, FULL) as agent:
+            (record,) = eventually("the remediation's end", lambda: finished(kubectl))
+            assert record["status"]["phase"] == "Succeeded"
+            assert record["status"]["bytesFreed"] > 0
+            assert record["status"]["before"]["score"] >= 85 > record["status"]["after"]["score"]
+            assert record["spec"]["reason"] == "EvictColdBlocks"
+            assert record["metadata"]["ownerReferences"][0]["name"] == "web"
+            eventually("Ready", lambda: condition(kubectl, "Ready").get("status") == "True")
+            eventually("Reachable", lambda: condition(kubectl, "EngineReachable").get("status") == "True")
+            assert condition(kubectl, "RemediationEffective")["status"] == "True"
+            status = (kubectl.get("infsvc", "web") or {})["status"]
+            assert (status["phase"], status["lastAction"]["phase"]) == ("Ready", "Succeeded")
+            assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 1
+            reasons = {event["reason"] for event in kubectl.list("events")}
+            assert {"EvictColdBlocks", "Effective"} <= reasons
+            own = http_get(f"{running.facts['http']}/metrics")
+            assert metric(own, 'ullage_operator_actions_total{action="evict",outcome="Succeeded"}') == 1
+        assert len(kubectl.list("remed")) == 1
+
+
+def test_a_killed_operator_s_work_is_finished_by_the_next(operator: Any, kubectl: Kubectl, tmp_path: Path) -> None:
+    port = free_port()
+    with operator() as first:
+        settings = {**SETTINGS, "settleSeconds": 3}
+        kubectl.apply(service(agent={"actionPort": port, "pollSeconds": 0.1}, remediation=settings))
+        with engine(kubectl, tmp_path, port, FULL) as agent:
+            running = eventually(
+                "a running record", lambda: [r for r in kubectl.list("remed") if r.get("status", {}).get("answeredAt")]
+            )
+            first.kill()
+            assert running[0]["status"]["phase"] == "Running"
+            with operator():
+                (record,) = eventually("its end", lambda: finished(kubectl))
+            assert record["metadata"]["name"] == running[0]["metadata"]["name"]
+            assert record["status"]["phase"] == "Succeeded"
+            assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 1
+            assert len(kubectl.list("remed")) == 1
+
+
+def test_a_proposal_waits_for_kubectl_patch(operator: Any, kubectl: Kubectl, tmp_path: Path) -> None:
+    port = free_port()
+    with operator():
+        settings = {**SETTINGS, "mode": "Propose"}
+        kubectl.apply(service(agent={"actionPort": port, "pollSeconds": 0.1}, remediation=settings))
+        with engine(kubectl, tmp_path, port, FULL) as agent:
+            proposed = eventually(
+                "a proposal", lambda: [r for r in kubectl.list("remed") if r.get("status", {}).get("phase")]
+            )[0]
+            assert proposed["status"]["phase"] == "Proposed"
+            assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 0
+            approval = '{"spec": {"approved": true, "approvedBy": "mara"}}'
+            kubectl.run("patch", "remed", proposed["metadata"]["name"], "--type=merge", "-p", approval)
+            (record,) = eventually("its end", lambda: finished(kubectl))
+            assert record["status"]["phase"] == "Succeeded"
+            assert record["spec"]["approvedBy"] == "mara"
+            assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 1
+
+
+def test_one_operator_for_the_whole_cluster(operator: Any, kubectl: Kubectl) -> None:
+    with operator(namespaces=[]):
+        kubectl.apply(service())
+        eventually("the children", lambda: all_children(kubectl))
+        kubectl.run("delete", "service", "web")
+        eventually("the repair", lambda: all_children(kubectl), within_s=20)
+
+
+def test_an_idle_operator_writes_nothing(operator: Any, kubectl: Kubectl) -> None:
+    """Nothing changes, so nothing is written: versions stand still over many sweeps."""
+    with operator() as running:
+        kubectl.apply(service())
+        eventually("a status", lambda: condition(kubectl, "Progressing").get("reason") == "WaitingForEngines")
+        url = f"{running.facts['http']}/metrics"
+
+        def sweeps() -> float:
+            return metric(http_get(url), "ullage_operator_sweep_seconds_count")
+
+        def versions() -> list[str]:
+            kinds = [*CHILDREN.items(), ("infsvc", "web")]
+            return [(kubectl.get(kind, name) or {})["metadata"]["resourceVersion"] for kind, name in kinds]
+
+        begun = sweeps()
+        eventually("calm", lambda: sweeps() >= begun + 5)
+        before, begun = versions(), sweeps()
+        eventually("more sweeps", lambda: sweeps() >= begun + 10)
+        assert versions() == before
+
+
+def test_columns_of_a_remediation(kubectl: Kubectl) -> None:
+    assert kubectl.run("explain", "remed.spec.approved").strip()
+    time_ = "2026-01-01T00:00:00Z"
+    spec = {
+        "service": "web",
+        "pod": "web-1",
+        "podUID": "u",
+        "action": "evict",
+        "reason": "EvictColdBlocks",
+        "inputs": {"sampledAt": time_, "score": 91.5},
+        "mode": "Propose",
+    }
+    obj = {"apiVersion": "ullage.dev/v1alpha1", "kind": "Remediation", "metadata": {"name": "r"}, "spec": spec}
+    kubectl.apply(obj)
+    kubectl.patch_status("remed", "r", {"phase": "Proposed", "proposedAt": time_, "before": spec["inputs"]})
+    heading, row = kubectl.run("get", "remed").splitlines()
+    assert heading.split()[:4] == ["NAME", "PHASE", "ACTION", "POD"]
+    assert row.split()[:5] == ["r", "Proposed", "evict", "web-1", "91.5"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replicas": {"min": 3, "max": 2}}, "min is above max"),
+        ({"replicas": {"min": 1, "max": 2, "desired": 3}}, "desired is outside min..max"),
+        ({"remediation": {"riskThreshold": 50, "releaseThreshold": 50}}, "releaseThreshold is not below"),
+        ({"engine": {"type": "vllm", "kvCache": {"memory": "48Mi"}}}, "only engine type ullage"),
+        ({"engine": {"kvCache": {"memory": "48"}}}, "memory needs a unit"),
+        ({"agent": {"actionPort": 8000}}, "must differ"),
+    ],
+)
+def test_cel_rules_refuse_early(kubectl: Kubectl, control_plane: Any, changes: dict[str, Any], message: str) -> None:
+    if control_plane.version() < (1, 25):
+        pytest.skip("this API server evaluates no CEL; name a newer one in KUBEBUILDER_ASSETS")
+    done = kubectl.attempt("apply", "-f", "-", stdin=json.dumps(service(**changes)))
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_schema_refuses_and_prunes(kubectl: Kubectl) -> None:
+    done = kubectl.attempt("apply", "-f", "-", stdin=json.dumps(service(engine={"kvCache": {"memory": "48MB"}})))
+    assert done.returncode != 0
+    assert "spec.engine.kvCache.memory" in done.stderr
