@@ -41,6 +41,18 @@ class EngineIdentity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One data-parallel rank of an engine that has several: each has a pool and a queue of its own."""
+
+    name: str
+    total_blocks: int | None = None
+    hot_blocks: int | None = None
+    reclaimable_blocks: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """One reading of an engine's KV cache and queue. Counts are blocks unless a name says otherwise."""
 
@@ -91,6 +103,10 @@ class Snapshot:
     admission_expires_in_s: float | None = None
     draining: bool | None = None
 
+    ranks: tuple[Rank, ...] = ()
+    """The parts of an engine with several ranks, whose sums the counts above are; empty for an engine with one.
+    A full rank beside idle ones preempts as a full engine does, so risk looks at the worst of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragmentation:
@@ -114,6 +130,85 @@ class Forecast:
     growth_blocks_per_s: float | None = None
     demand_blocks: int | None = None
     supply_blocks: int | None = None
+    projected_peak_blocks: int | None = None
+    """Most hot blocks that present work and arrivals at the present pace will hold within two minutes, by the
+    lengths learned from finished requests; None until enough have finished."""
+    rank: str | None = None
+    """Which rank this is about, where the engine has several: the one that runs out first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """How the engine served over the last `window_s` seconds. Rates are per second; None: cannot be told."""
+
+    window_s: float
+    admissions_per_s: float | None = None
+    """Requests that began to run."""
+    arrivals_per_s: float | None = None
+    """Requests that came in, running or waiting."""
+    finishes_per_s: float | None = None
+    preemptions_per_s: float | None = None
+    """By the engine's own counter, which may lag (vLLM's moves when the request runs again)."""
+    inferred_preemptions_per_s: float | None = None
+    """Requests that stopped running without having finished; an engine's counter says so later or never."""
+    recomputed_share: float | None = None
+    """Recomputed tokens as a share of all tokens computed, 0..1."""
+    generated_tokens_per_s: float | None = None
+    prefix_hit_ratio: float | None = None
+    """Prompt tokens found in the prefix cache, 0..1 of those looked up."""
+    ttft_p50_s: float | None = None
+    ttft_p90_s: float | None = None
+    ttft_p99_s: float | None = None
+    inter_token_p50_s: float | None = None
+    inter_token_p90_s: float | None = None
+    inter_token_p99_s: float | None = None
+    end_to_end_p50_s: float | None = None
+    end_to_end_p90_s: float | None = None
+    end_to_end_p99_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """Whether the engine gets on with its work, whatever its health route says."""
+
+    state: Literal["working", "idle", "stalled", "dead", "unknown"]
+    """stalled: work is in flight and no counter moves; dead: a canary request got no answer; idle: nothing to do,
+    which a dead output thread can look like unless canaries are on; unknown: too little is said to tell."""
+    quiet_s: float
+    """Seconds since a counter last moved, or the engine was first seen."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Memory of one accelerator as its driver tells it."""
+
+    index: int
+    name: str | None = None
+    uuid: str | None = None
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    engine_bytes: int | None = None
+    """Used by the engine's processes; None where it cannot be attributed."""
+    other_bytes: int | None = None
+    """Used by other processes on a shared device."""
+    uncorrected_ecc_errors: int | None = None
+    """Since the driver was loaded."""
+    last_xid: int | None = None
+    """Last fault that the driver reported while the agent ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Memory of the engine's control group."""
+
+    limit_bytes: int | None = None
+    """None: unlimited, or not known."""
+    used_bytes: int | None = None
+    """Without file pages that can be dropped at once."""
+    psi_some_avg10: float | None = None
+    """Share of the last ten seconds, 0..1, in which some task waited for memory."""
+    psi_full_avg10: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +237,14 @@ class RiskReport:
     snapshot: Snapshot | None = None
     fragmentation: Fragmentation | None = None
     forecast: Forecast | None = None
+    service: Service | None = None
+    liveness: Liveness | None = None
+    devices: tuple[Device, ...] = ()
+    """Empty without a driver, which is a normal state."""
+    host: Host | None = None
     capabilities: tuple[Action, ...] = ()
+    features: tuple[str, ...] = ()
+    """What else the engine was found to offer: `demote`, `pause`, `reset_prefix_cache`, `canary`."""
     violations: tuple[Violation, ...] = ()
     error: str | None = None
     """Why the engine could not be read at the last attempt."""
@@ -252,17 +354,24 @@ def _range_problem(message: object) -> str | None:
 _MAY_FALL = frozenset({"growth_blocks_per_s"})
 """The only numbers that may be negative."""
 
+_SHARES = frozenset({"recomputed_share", "prefix_hit_ratio", "psi_some_avg10", "psi_full_avg10"})
+"""Numbers that are shares of a whole."""
+
 
 def _amount_problem(value: object, path: str) -> str | None:
     """The first number of a message, nested ones included, that no peer can have meant."""
     if not is_dataclass(value):
         return None
-    highest = 1.0 if isinstance(value, Fragmentation) else math.inf
     for part in fields(value):
         item, where = getattr(value, part.name), f"{path}.{part.name}"
+        highest = 1.0 if isinstance(value, Fragmentation) or part.name in _SHARES else math.inf
         if isinstance(item, int | float):
             if part.name not in _MAY_FALL and not 0 <= item <= highest:
                 return f"{where} is {item}, outside 0..{highest:g}"
+        elif isinstance(item, tuple):
+            parts = (_amount_problem(entry, f"{where}[{index}]") for index, entry in enumerate(item))
+            if problem := next((found for found in parts if found), None):
+                return problem
         elif problem := _amount_problem(item, where):
             return problem
     return None

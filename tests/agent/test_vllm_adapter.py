@@ -152,7 +152,9 @@ def test_a_load_that_fits_raises_no_alarm() -> None:
     assert max(score for score in scores if score is not None) < 85
 
 
-async def test_offers_no_action_over_http(raw_server: Any, http_answer: Any, exposition: str) -> None:
+async def test_a_server_without_admin_routes_offers_no_action(
+    raw_server: Any, http_answer: Any, exposition: str
+) -> None:
     url = await raw_server(http_answer(exposition.encode()), False)
     adapter = BUILTIN_ADAPTERS["vllm"](AdapterConfig(url=url, clock=ManualClock()))
     assert (await adapter.read()).snapshot.hot_blocks == 23
@@ -160,3 +162,32 @@ async def test_offers_no_action_over_http(raw_server: Any, http_answer: Any, exp
     for action in ACTIONS:
         assert (await adapter.act(action, ActionRequest(), "k")).outcome == "Unsupported"
     await adapter.close()
+
+
+def test_the_worst_rank_is_visible(exposition: str) -> None:
+    other = exposition.replace('engine="0"', 'engine="1"')
+    other = re.sub(r"^(vllm:kv_cache_usage_perc{[^}]*}) .*$", r"\g<1> 1.0", other, flags=re.MULTILINE)
+    reading = parse_metrics((exposition + other).encode(), 5.0)
+    assert reading.violations == ()
+    assert [(rank.name, rank.hot_blocks, rank.total_blocks) for rank in reading.snapshot.ranks] == [
+        ("0", 23, 363),
+        ("1", 363, 363),
+    ]
+    assert (reading.snapshot.hot_blocks, reading.snapshot.running) == (386, 18)
+    assert reading.histograms["ttft"].count == 30
+
+
+def test_histograms_give_quantiles_and_created_is_noise(exposition: str) -> None:
+    found = parse_metrics(exposition.encode(), 5.0).histograms
+    assert set(found) == {"ttft", "inter_token", "end_to_end", "answer_tokens", "prompt_tokens"}
+    assert found["ttft"].count == 15
+    assert found["ttft"].quantile(0.5) == pytest.approx(1.0 + 1.5 * 1.5 / 2)
+    assert found["answer_tokens"].share_above(50) == 0.0
+    assert found["answer_tokens"].share_above(20) == pytest.approx(4 / 7)
+
+
+def test_a_broken_histogram_is_a_violation_and_absent(exposition: str) -> None:
+    broken = re.sub(r'(vllm:time_to_first_token_seconds_bucket{[^}]*le="0.5"[^}]*}) .*', r"\g<1> 1e9", exposition)
+    reading = parse_metrics(broken.encode(), 5.0)
+    assert "ttft" not in reading.histograms
+    assert [violation.metric for violation in reading.violations] == ["vllm:time_to_first_token_seconds"]

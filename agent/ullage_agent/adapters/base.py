@@ -6,11 +6,13 @@ factory in `adapters/__init__.py`. It is tested against hostile answers like the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from ullage_agent.clock import Clock
+from ullage_agent.histogram import Histogram
 from ullage_agent.wire import Action, ActionRequest, ActionResult, EngineIdentity, Snapshot, Violation
 
 
@@ -21,6 +23,9 @@ class Reading:
     snapshot: Snapshot
     identity: EngineIdentity
     violations: tuple[Violation, ...] = ()
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    """Counts since the engine's start, where it offers any: `ttft`, `inter_token`, `end_to_end` (seconds),
+    `answer_tokens`, `prompt_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,8 @@ class AdapterConfig:
     clock: Clock
     read_timeout_s: float = 2.0
     """Bound on one reading, connecting included."""
+    gate_file: Path | None = None
+    """State of the admission gate that the engine has loaded; None: it has none."""
 
 
 class EngineAdapter(Protocol):
@@ -65,6 +72,41 @@ class EngineAdapter(Protocol):
 
     async def close(self) -> None:
         """Release connections. Safe to call twice; nothing else may be called after."""
+        ...
+
+
+@runtime_checkable
+class HasFeatures(Protocol):
+    """An adapter that can say what else its engine offers."""
+
+    def features(self) -> tuple[str, ...]:
+        """Names as in `RiskReport.features`, as of the last reading. Pure."""
+        ...
+
+
+@runtime_checkable
+class HasCanary(Protocol):
+    """An adapter that can have its engine generate one token."""
+
+    async def canary(self, timeout_s: float) -> bool:
+        """True: a token came; False: refused, so nothing is known.
+
+        Raises:
+            EngineError: no answer within `timeout_s`.
+        """
+        ...
+
+
+@runtime_checkable
+class HasBlockMap(Protocol):
+    """An adapter that can show its engine's pool block by block."""
+
+    async def block_map(self) -> str | None:
+        """One letter a block as in `docs/contracts.md`; None where the engine has none.
+
+        Raises:
+            EngineError: it could not be read.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, TypeGuard
 
-from ullage_agent.wire import Snapshot, Violation
+from ullage_agent.wire import Rank, Snapshot, Violation
 
 Scalar = int | float | bool | str
 Kind = Literal["int", "float", "bool", "text"]
@@ -93,7 +93,12 @@ def read_json(document: Mapping[str, Any], table: Iterable[Field], ledger: Ledge
 
 
 def build_snapshot(
-    values: Mapping[str, Scalar | None], *, sampled_at: float, in_flight: int | None, ledger: Ledger
+    values: Mapping[str, Scalar | None],
+    *,
+    sampled_at: float,
+    in_flight: int | None,
+    ledger: Ledger,
+    ranks: tuple[Rank, ...] = (),
 ) -> Snapshot:
     """Check values against each other, then make the snapshot. Those that disagree become None.
 
@@ -106,7 +111,7 @@ def build_snapshot(
     age = checked.get("step_age_s")
     if age is not None and age > STALE_STEP_S:
         ledger.report("step_age_s", "stale", f"the step loop last passed {age:.0f} s ago")
-    return Snapshot(sampled_at=sampled_at, **checked)
+    return Snapshot(sampled_at=sampled_at, ranks=ranks, **checked)
 
 
 _ORDERED = (

@@ -21,7 +21,7 @@ from ullage_agent.adapters.contract import Ledger, build_snapshot
 from ullage_agent.adapters.simulation import PoolSpec, SimulatedPool
 from ullage_agent.clock import Clock, SystemClock
 from ullage_agent.errors import ConfigError, EngineUnreachable
-from ullage_agent.wire import ACTIONS, Action, ActionRequest, ActionResult, EngineIdentity, Snapshot, Violation
+from ullage_agent.wire import ACTIONS, Action, ActionRequest, ActionResult, EngineIdentity, Rank, Snapshot, Violation
 
 REMEMBERED_KEYS = 1024
 
@@ -122,8 +122,9 @@ class FakeAdapter:
 
     def _checked(self, values: dict[str, Any], given: tuple[Violation, ...]) -> Reading:
         ledger = Ledger()
-        parts = {name: value for name, value in values.items() if name != "sampled_at"}
-        snapshot = build_snapshot(parts, sampled_at=self._clock.wall(), in_flight=0, ledger=ledger)
+        parts = {name: value for name, value in values.items() if name not in ("sampled_at", "ranks")}
+        ranks = msgspec.convert(values.get("ranks", ()), type=tuple[Rank, ...])
+        snapshot = build_snapshot(parts, sampled_at=self._clock.wall(), in_flight=0, ledger=ledger, ranks=ranks)
         return Reading(snapshot=snapshot, identity=self.identity, violations=(*given, *ledger.violations))
 
     def _remember(self, key: str, done: _Done) -> None:

@@ -75,6 +75,10 @@ class EngineHttp:
         """Raises EngineUnreachable, EngineTimeout or EngineProtocolError (too long an answer)."""
         return await self._call("GET", path, None, {}, timeout_s)
 
+    async def options(self, path: str, *, timeout_s: float) -> Answer:
+        """Ask whether a route exists; acts on nothing. Raises as `get` does."""
+        return await self._call("OPTIONS", path, None, {}, timeout_s)
+
     async def post(self, path: str, body: Mapping[str, Any], *, key: str, timeout_s: float) -> Answer:
         """Send JSON under an idempotency key. Raises as `get` does.
 

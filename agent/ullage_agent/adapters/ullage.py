@@ -24,6 +24,7 @@ from ullage_agent.errors import EngineError, EngineProtocolError, EngineRefused,
 from ullage_agent.wire import Action, ActionRequest, ActionResult, Outcome, Snapshot
 
 SNAPSHOT_PATH = "/admin/v1/kv"
+BLOCKS_PATH = "/admin/v1/kv/blocks"
 EVICT_PATH = "/admin/v1/kv/evict"
 COMPACT_PATH = "/admin/v1/kv/compact"
 ADMISSION_PATH = "/admin/v1/admission"
@@ -53,6 +54,7 @@ class UllageAdapter:
         self._clock = clock
         self._read_timeout_s = read_timeout_s
         self._probed_instance: str | None = None
+        self._features: tuple[str, ...] = ()
         self._capabilities: tuple[Action, ...] = ("evict", "throttle", "release", "drain")
         self._calls: dict[Action, Callable[[ActionRequest, str], Awaitable[Effect]]] = {
             "evict": self._evict,
@@ -69,6 +71,7 @@ class UllageAdapter:
 
     async def read(self) -> Reading:
         reading = await self._read_snapshot()
+        self._features = () if reading.snapshot.host_total_bytes is None else ("demote",)
         if reading.identity.instance != self._probed_instance:
             await self._probe_compact(reading.identity.instance)
         return reading
@@ -93,6 +96,20 @@ class UllageAdapter:
 
     def capabilities(self) -> tuple[Action, ...]:
         return self._capabilities
+
+    def features(self) -> tuple[str, ...]:
+        return self._features
+
+    async def block_map(self) -> str | None:
+        answer = await self._http.get(BLOCKS_PATH, timeout_s=self._read_timeout_s)
+        if answer.status == 404:
+            return None
+        if answer.status != 200:
+            raise EngineRefused(f"GET {BLOCKS_PATH} answered {answer.status}", status=answer.status)
+        states = parse_object(answer.body, BLOCKS_PATH).get("states")
+        if not isinstance(states, str):
+            raise EngineProtocolError(f"{BLOCKS_PATH}: states is no text")
+        return states
 
     async def close(self) -> None:
         await self._http.close()
