@@ -206,6 +206,7 @@ class Board:
         reading = self.reading
         return Pressure(
             risk=reading.risk if reading else None,
+            engines=reading.reporting if reading else 0,
             total_blocks=reading.total if reading else None,
             block_tokens=reading.block_tokens if reading else None,
             running=reading.running if reading else None,

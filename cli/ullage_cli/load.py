@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from .chat import Answer, Question
-from .pace import LoadPlan, Pressure, long_answer_tokens, projected_blocks, wants_more
+from .pace import LoadPlan, Pressure, how_many_more, long_answer_tokens, projected_blocks
 from .prompts import SYSTEM, long_prompt, short_prompt
 
 Phase = Literal["not started", "warm-up", "ramp", "hold", "easing off", "idle", "done"]
@@ -39,6 +39,8 @@ class Tally:
 
     ok: int = 0
     failed: int = 0
+    abandoned: int = 0
+    """Requests that were cut off because the whole run ended."""
     refusals: int = 0
     """Times a request was told to come back later, and did."""
     failures: list[str] = field(default_factory=list)
@@ -56,6 +58,12 @@ class Tally:
         """Add one failed request."""
         self.failed += 1
         self.failures.append(reason)
+
+    def fail_abandoned(self, reason: str) -> None:
+        """The run ended because something broke: what it cut off has failed."""
+        for _ in range(self.abandoned):
+            self.fail(reason)
+        self.abandoned = 0
 
 
 class DemoLoad:
@@ -85,6 +93,8 @@ class DemoLoad:
                 await self._idle()
         except TimeoutError:
             self._give_up(f"not done after {self._plan.total_s:g} s, in phase {self.phase!r}")
+            await self._drop_unfinished()
+            self.tally.fail_abandoned(f"unfinished after {self._plan.total_s:g} s")
         finally:
             await self._drop_unfinished()
         self.phase = "done"
@@ -147,10 +157,10 @@ class DemoLoad:
     def _add_long(self, now: Pressure) -> None:
         self._collect()
         self._speed = max(self._speed, now.tokens_per_s)
-        question = self._long(long_answer_tokens(self._plan, self._speed))
-        blocks = projected_blocks(self._plan, question, now.block_tokens or 16)
-        if wants_more(self._plan, now, len(self._in_flight), blocks):
-            self._start(question)
+        tokens = long_answer_tokens(self._plan, self._speed)
+        blocks = projected_blocks(self._plan, self._long(tokens), now.block_tokens or 16)
+        for _ in range(how_many_more(self._plan, now, len(self._in_flight), blocks)):
+            self._start(self._long(tokens))
 
     def _short(self, index: int) -> Question:
         return Question(system=SYSTEM, user=short_prompt(index), max_tokens=self._plan.short_tokens, seed=self._asked)
@@ -179,7 +189,7 @@ class DemoLoad:
         self._collect()
         for task in self._in_flight:
             task.cancel()
-            self.tally.fail(f"unfinished when the load stopped in phase {self.phase!r}")
+            self.tally.abandoned += 1
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         self._in_flight.clear()
 

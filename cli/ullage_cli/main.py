@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -20,6 +20,7 @@ from .errors import CliError, InputError
 
 if TYPE_CHECKING:
     from .session import Ending
+    from .up import UpOptions
 
 _STOPPED = 130
 _USAGE_ERROR = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
@@ -58,21 +59,27 @@ def up(
     Starts one engine and one agent for each replica and lets the operator's policy act on them. Ends with a summary
     and, as its last line, one JSON object.
     """
-    from .screen import choose_screen  # the libraries behind cost half a second that `--help` need not pay
-    from .up import UpOptions
-    from .up import up as run_service
+    from .up import UpOptions  # the libraries behind cost half a second that `--help` need not pay
 
-    if duration is not None and duration <= 0:
+    if duration is not None and not duration > 0:
         raise InputError(f"--duration: {duration:g} is not above 0; give seconds")
     options = UpOptions(manifest=manifest, demo_load=demo_load, state_dir=state_dir, duration_s=duration)
-    ending = asyncio.run(run_service(options, choose_screen(plain=plain)))
-    raise typer.Exit(conclude(ending, to_the_end=demo_load))
+    raise typer.Exit(run_up(options, plain=plain))
 
 
 @app.command()
 def version() -> None:
     """Print the version."""
     print(installed_version("ullage"))
+
+
+def run_up(options: UpOptions, *, plain: bool) -> int:
+    """Run a service to its end and print how it went; the exit status."""
+    from .screen import choose_screen
+    from .up import up as run_service
+
+    ending = asyncio.run(run_service(options, choose_screen(plain=plain)))
+    return conclude(ending, to_the_end=options.demo_load)
 
 
 def conclude(ending: Ending, *, to_the_end: bool) -> int:
@@ -91,20 +98,26 @@ def conclude(ending: Ending, *, to_the_end: bool) -> int:
     return _STOPPED if ending.interrupted and to_the_end else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status."""
+def reporting(command: Callable[[], object]) -> int:
+    """Run a command; whatever goes wrong on purpose becomes one line and an exit status."""
     try:
-        status = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        status = command()
     except CliError as error:
         return _complain(str(error), error.exit_status)
     except _USAGE_ERROR as error:
         return _complain(f"{error.format_message()} See ullage --help.", InputError.exit_status)
     except (KeyboardInterrupt, typer.Abort):
         return _STOPPED
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # whoever read our output has left; so has the need to flush it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CliError.exit_status
     return status if isinstance(status, int) else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    words = None if arguments is None else list(arguments)
+    return reporting(lambda: app(args=words, standalone_mode=False))
 
 
 def _complain(message: str, status: int) -> int:

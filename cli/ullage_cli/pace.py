@@ -17,6 +17,8 @@ class Pressure:
 
     risk: float | None
     """Greatest risk of any engine, 0..100."""
+    engines: int
+    """Engines that this is known of."""
     total_blocks: int | None
     """Blocks of all pools together."""
     block_tokens: int | None
@@ -69,12 +71,11 @@ def long_answer_tokens(plan: LoadPlan, tokens_per_s: float) -> int:
     return max(least, min(greatest, int(tokens_per_s * plan.seconds_per_answer)))
 
 
-def wants_more(plan: LoadPlan, now: Pressure, in_flight: int, blocks: int) -> bool:
-    """Whether one more long chat of `blocks` projected blocks should start."""
-    if now.total_blocks is None or now.shortfall_blocks is None or in_flight >= plan.max_in_flight:
-        return False
-    if now.waiting is None or now.running is None:
-        return False
-    if now.waiting or now.running < in_flight:  # the engines have not taken up the last one yet
-        return False
-    return now.shortfall_blocks + blocks <= plan.overcommit * now.total_blocks
+def how_many_more(plan: LoadPlan, now: Pressure, in_flight: int, blocks: int) -> int:
+    """How many more long chats of `blocks` projected blocks should start: at most one for each engine."""
+    if now.total_blocks is None or now.shortfall_blocks is None or now.waiting is None or now.running is None:
+        return 0
+    if now.waiting or now.running < in_flight:  # the engines have not taken up the last ones yet
+        return 0
+    room = int(plan.overcommit * now.total_blocks) - now.shortfall_blocks
+    return max(0, min(now.engines, room // blocks, plan.max_in_flight - in_flight))

@@ -76,6 +76,8 @@ class Session:
         problem = self._problem(done)
         if death in done:
             problem = str(death.result())
+        if problem is not None and self.load is not None:
+            self.load.tally.fail_abandoned(f"cut off when the run ended: {problem}")
         return Ending(outcome=self._outcome(), interrupted=stop in done, problem=problem)
 
     async def _sweep_on(self) -> None:

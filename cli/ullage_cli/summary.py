@@ -108,13 +108,13 @@ def _risk_line(result: Outcome) -> str:
 
 
 def _remediation_line(record: Remediation) -> str:
-    figures = ""
+    parts = []
     if record.spec.action == "evict" and record.status.blocks_freed is not None:
-        figures = f", freed {record.status.blocks_freed} blocks"
+        parts.append(f"freed {record.status.blocks_freed} blocks")
     if record.status.after is not None:
         before = record.status.before or record.spec.inputs
-        figures += f", risk {before.score:.0f} → {record.status.after.score:.0f}"
-    return f"{words.intention(record)}{figures}: {stages(record)[-1]}"
+        parts.append(f"risk {before.score:.0f} → {record.status.after.score:.0f}")
+    return f"{words.step(record)}: {', '.join([*parts, stages(record)[-1]])}"
 
 
 def _most_common(failures: tuple[str, ...]) -> list[tuple[str, int]]:

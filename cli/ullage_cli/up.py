@@ -73,6 +73,7 @@ async def up(options: UpOptions, screen: Screen) -> Ending:
         screen = stack.enter_context(screen)
         scratch = stack.enter_context(scratch_folder())
         supervisor = await stack.enter_async_context(Supervisor())
+        stack.callback(screen.note, "stopping")
         stop.on_second(supervisor.kill)
         credentials = make_credentials(service)
         places = Places(scratch=scratch, logs=state / "logs", cache=cache_folder())

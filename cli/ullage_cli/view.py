@@ -6,7 +6,6 @@ carry a meaning alone: every state also has its own character or word.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ HOT, RECLAIMABLE, FREE = "#D55E00", "#56B4E9", "#999999"
 _SEVERITY = {"calm": "#56B4E9", "elevated": "#E69F00", "critical": "bold #D55E00", "unknown": "dim"}
 _STAGE_STYLE: dict[Stage, str] = {"effective": "#56B4E9", "not effective": "#E69F00", "failed": "bold #D55E00"}
 _REMEDIATION_ROWS = 7
+_READING_HOLDS_S = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +168,16 @@ def _risk(board: Board, reading: Reading, scene: Scene, glyphs: Glyphs, width: i
     return Group(*rows)
 
 
-def sparkline(risks: deque[tuple[float, float | None]], now: float, glyphs: Glyphs, width: int) -> Text:
+def sparkline(risks: Sequence[tuple[float, float | None]], now: float, glyphs: Glyphs, width: int) -> Text:
     """Greatest risk of each second of the last minute, oldest first; a blank where nothing was known."""
     seconds: list[float | None] = [None] * HISTORY_S
     for at, risk in risks:
-        age = int(now - at)
-        if risk is not None and 0 <= age < HISTORY_S:
-            seconds[HISTORY_S - 1 - age] = max(risk, seconds[HISTORY_S - 1 - age] or 0.0)
+        if risk is None:
+            continue
+        last = HISTORY_S - 1 - int(now - at)
+        # A reading stands for the seconds after it too, until the next one should have come.
+        for second in range(max(0, last), min(HISTORY_S, last + _READING_HOLDS_S)):
+            seconds[second] = risk if second > last else max(risk, seconds[second] or 0.0)
     text = Text(no_wrap=True)
     for risk in seconds[-width:]:
         if risk is None:

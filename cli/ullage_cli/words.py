@@ -51,16 +51,22 @@ def risk_word(score: float | None) -> str:
     return "elevated" if score > 60 else "calm"
 
 
-def intention(record: Remediation) -> str:
-    """What a remediation does, and why: `evict 20 % on demo-0, risk 88 by classic`."""
+def step(record: Remediation) -> str:
+    """What a remediation does: `evict 20 % on demo-0`."""
     spec = record.spec
     amount = ""
     if spec.action == "evict" and spec.parameters.ratio is not None:
         amount = f" {spec.parameters.ratio * 100:.0f} %"
     if spec.action == "throttle" and spec.parameters.max_prompt_tokens is not None:
         amount = f" above {spec.parameters.max_prompt_tokens} tokens"
-    winner = f" by {spec.inputs.winner}" if spec.inputs.winner else ""
-    return f"{spec.action}{amount} on {spec.pod}, risk {spec.inputs.score:.0f}{winner}"
+    return f"{spec.action}{amount} on {spec.pod}"
+
+
+def intention(record: Remediation) -> str:
+    """What a remediation does, and why: `evict 20 % on demo-0, risk 88 by classic`."""
+    inputs = record.spec.inputs
+    winner = f" by {inputs.winner}" if inputs.winner else ""
+    return f"{step(record)}, risk {inputs.score:.0f}{winner}"
 
 
 def describe(happening: Happening) -> str:
