@@ -166,6 +166,8 @@ class ServerConfig:
     """Keys of which a client must send one as `Authorization: Bearer`. Empty: no key is asked for."""
     max_body_bytes: int = 4 * 1024 * 1024
     """Greatest request body; a larger one is refused with 413."""
+    max_wait_s: float = 600.0
+    """A call that still waits in the queue after so long ends with 503; infinity: it may wait forever."""
     drain_seconds: float = 30.0
     """How long requests in flight may go on after SIGTERM or SIGINT."""
     health_step_age_s: float = 60.0
@@ -176,6 +178,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _require(self.max_body_bytes >= 1024, "--max-body", self.max_body_bytes, "give at least 1024 bytes")
         _require(0 <= self.drain_seconds <= 3600, "--drain-seconds", self.drain_seconds, "give 0 to 3600 seconds")
+        _require(
+            self.max_wait_s > 0, "--max-wait-seconds", self.max_wait_s, "give seconds above 0, or inf for no limit"
+        )
         for flag, age in (
             ("--health-step-age", self.health_step_age_s),
             ("--ready-step-age", self.ready_step_age_s),

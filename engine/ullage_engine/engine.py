@@ -128,8 +128,8 @@ class Engine:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """One forward pass over what the scheduler chose, and what follows from its tokens."""
+    def step(self) -> list[Chunk]:
+        """One forward pass over what the scheduler chose, and what follows from its tokens; returns what it chose."""
         chunks = self.scheduler.plan()
         for chunk, row in self._forward(chunks):
             completes = chunk.completes
@@ -137,6 +137,7 @@ class Engine:
             if completes:
                 self._next_token(chunk.sequence, row)
         self.steps += 1
+        return chunks
 
     def _forward(self, chunks: list[Chunk]) -> list[tuple[Chunk, torch.Tensor]]:
         """Chunks computed, each with its logits row (empty for those that don't complete).

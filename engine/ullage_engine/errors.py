@@ -6,8 +6,9 @@ EngineError
 │   └── SizingError      the KV cache does not fit the memory given
 ├── RequestRejected      a request refused before it holds any memory
 │   ├── RequestTooLong   can never fit, or exceeds a limit in force for good
-│   ├── Overloaded       refused for now; carries `retry_after_s`
-│   └── Draining         the engine no longer admits
+│   └── Overloaded       refused for now; carries `retry_after_s`
+│       ├── Draining     the engine no longer admits
+│       └── QueueTimeout waited too long in the queue
 ├── RequestFailed        one admitted request ended early; the others go on
 ├── PoolExhausted        not enough free or reclaimable blocks; state unchanged
 └── LoopUnavailable      the step loop did not answer in time or has ended
@@ -57,6 +58,10 @@ class Overloaded(RequestRejected):
 
 class Draining(Overloaded):
     """The engine is about to stop and admits nothing more."""
+
+
+class QueueTimeout(Overloaded):
+    """The request waited in the queue for as long as the server lets it, and was never begun."""
 
 
 class RequestFailed(EngineError):

@@ -15,6 +15,7 @@ from ullage_engine.api.core import BlockMap
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
 from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink, TokenOutput
 from ullage_engine.snapshot import BlockCounts, Counters, EngineSnapshot, EvictionReport
+from ullage_engine.steps import StepListener, StepStats
 
 STEP_S = 0.0005
 """Pause between two passes, in which other threads get the lock."""
@@ -52,6 +53,7 @@ class _Live:
     outputs: Iterator[TokenOutput | Gate]
     blocks: int
     gate: Gate | None = None
+    queued: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class FakeCore:
     """What `step_age_s` answers."""
     queue_full: bool = False
     """Refuse the next requests with Overloaded."""
+    busy: bool = False
+    """Leave requests that were not begun in the queue."""
     hung: bool = False
     """Answer no eviction."""
     submitted: list[GenerationRequest] = field(default_factory=list)
@@ -86,6 +90,7 @@ class FakeCore:
     draining: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _live: dict[str, _Live] = field(default_factory=dict)
+    _listeners: list[StepListener] = field(default_factory=list)
     _closed: bool = False
     _steps: int = 0
     _finished: int = 0
@@ -146,6 +151,16 @@ class FakeCore:
                 self.aborted.append(request_id)
                 self._changed.notify_all()
 
+    def queued(self, request_id: str) -> bool:
+        """See `EngineCore`."""
+        with self._changed:
+            return request_id in self._live and self._live[request_id].queued
+
+    def on_step(self, listener: StepListener) -> None:
+        """See `EngineCore`. Durations are what this core takes, and nobody waits in its queue but while `busy`."""
+        with self._changed:
+            self._listeners.append(listener)
+
     def snapshot(self) -> EngineSnapshot:
         """See `EngineCore`."""
         with self._changed:
@@ -166,8 +181,8 @@ class FakeCore:
             largest_free_run=free,
             slots_allocated=active * pool.block_tokens,
             slots_filled=active * pool.block_tokens,
-            running=len(self._live),
-            waiting=0,
+            running=sum(not live.queued for live in self._live.values()),
+            waiting=sum(live.queued for live in self._live.values()),
             outstanding_blocks=0,
             counters=Counters(admitted=len(self.submitted), finished=self._finished, aborted=len(self.aborted)),
             allocator_reserved_bytes=0,
@@ -245,12 +260,21 @@ class FakeCore:
                 if self._closed:
                     return
                 self._steps += 1
+                began = time.monotonic()
                 progress = [self._step(request_id) for request_id in tuple(self._live)]
+                self._tell(sum(progress), time.monotonic() - began)
                 self._changed.wait(STEP_S if any(progress) else None)
 
+    def _tell(self, tokens: int, duration_s: float) -> None:
+        for listener in self._listeners if tokens else ():
+            listener(StepStats(tokens=tokens, sequences=tokens, duration_s=duration_s))
+
     def _step(self, request_id: str) -> bool:
-        """Emit one output of a sequence; False when it waits at a gate."""
+        """Emit one output of a sequence; False when it waits in the queue or at a gate."""
         live = self._live[request_id]
+        live.queued = live.queued and self.busy
+        if live.queued:
+            return False
         if live.gate is not None and not live.gate.is_open:
             return False
         ended = TokenOutput(request_id=request_id, token=None, finish_reason="error", error="the script ended early")

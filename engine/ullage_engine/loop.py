@@ -20,7 +20,9 @@ from ullage_engine.api.core import BlockMap
 from ullage_engine.engine import Engine
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
 from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink
+from ullage_engine.scheduler import Chunk
 from ullage_engine.snapshot import EngineSnapshot, EvictionReport
+from ullage_engine.steps import StepListener, StepStats
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,6 +61,9 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._incoming = 0
+        self._queued_at: dict[str, float] = {}
+        """When each request that no step has worked on yet was submitted."""
+        self._listeners: list[StepListener] = []
         self._limit: AdmissionLimit | None = None
         self._draining = False
         self._stopping = False
@@ -83,12 +88,21 @@ class EngineLoop:
         with self._changed:
             self._check_open(request)
             self._incoming += 1
+            self._queued_at[request.request_id] = self._clock()
             self._hand_over(lambda: self._admit(request, sink))
 
     def abort(self, request_id: str) -> None:
         with self._changed:
             if not self._stopping:  # else every request has been or is being told
-                self._hand_over(lambda: self._engine.abort(request_id))
+                self._hand_over(lambda: self._abort(request_id))
+
+    def queued(self, request_id: str) -> bool:
+        running = tuple(self._engine.scheduler.running)  # the copy is atomic, and a step's choice shows at once
+        return request_id in self._queued_at and all(sequence.request_id != request_id for sequence in running)
+
+    def _abort(self, request_id: str) -> None:
+        self._queued_at.pop(request_id, None)
+        self._engine.abort(request_id)
 
     def _admit(self, request: GenerationRequest, sink: Sink) -> None:
         with self._changed:
@@ -135,6 +149,28 @@ class EngineLoop:
                 retry_after_s=retry,
                 param="max_tokens",
             )
+
+    # -- figures -------------------------------------------------------------------------------------------------
+
+    def on_step(self, listener: StepListener) -> None:
+        with self._changed:
+            self._listeners.append(listener)
+
+    def _step(self) -> None:
+        began = self._clock()
+        chunks = self._engine.step()
+        stats = StepStats(
+            tokens=sum(chunk.count for chunk in chunks),
+            sequences=len(chunks),
+            duration_s=self._clock() - began,
+            queued_s=self._first_worked_on(chunks, began),
+        )
+        for listener in self._listeners:
+            listener(stats)
+
+    def _first_worked_on(self, chunks: list[Chunk], began: float) -> tuple[float, ...]:
+        begun = [self._queued_at.pop(chunk.sequence.request_id, None) for chunk in chunks]
+        return tuple(max(0.0, began - submitted) for submitted in begun if submitted is not None)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +266,7 @@ class EngineLoop:
     def _pass(self) -> None:
         self._run_inbox()
         if not self._engine.idle:
-            self._engine.step()
+            self._step()
         self._snapshot = self._engine.snapshot(self._limit_in_force(), draining=self._draining)
         if self._engine.idle:
             with self._changed:

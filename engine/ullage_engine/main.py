@@ -101,6 +101,7 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys that clients must send, one a line")
     group.add_argument("--max-body", metavar="SIZE", help="greatest request body (4MiB)")
     for flag, default, text in (
+        ("--max-wait-seconds", defaults.max_wait_s, "end calls that waited in the queue for so long"),
         ("--drain-seconds", defaults.drain_seconds, "let requests finish for so long when stopped"),
         ("--health-step-age", defaults.health_step_age_s, "/health fails when the step loop stands for so long"),
         ("--ready-step-age", defaults.ready_step_age_s, "/ready fails when the step loop stands for so long"),
@@ -159,6 +160,7 @@ def _server_config(parsed: argparse.Namespace) -> ServerConfig:
         admin=None if parsed.admin is None else parse_admin(parsed.admin),
         api_keys=frozenset() if parsed.api_key_file is None else _read_keys(parsed.api_key_file),
         max_body_bytes=max_body,
+        max_wait_s=parsed.max_wait_seconds,
         drain_seconds=parsed.drain_seconds,
         health_step_age_s=parsed.health_step_age,
         ready_step_age_s=parsed.ready_step_age,

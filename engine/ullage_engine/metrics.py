@@ -1,8 +1,9 @@
 """Every metric that the engine exports, in one place.
 
-Two sources: the core's last snapshot, read when Prometheus scrapes (`SnapshotCollector`), and what only the HTTP
-side sees, counted as it happens (`HttpMetrics`). Base units in names; block counts are blocks. A value that the
-engine cannot know is absent, never zero. Non-goal: risk and forecasts, which the agent computes.
+Three sources: the core's last snapshot, read when Prometheus scrapes (`SnapshotCollector`), what each step cost
+(`StepMetrics`), and what only the HTTP side sees (`HttpMetrics`), both counted as it happens. Base units in names;
+block counts are blocks. A value that the engine cannot know is absent, never zero. Non-goal: risk and forecasts, which
+the agent computes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from ullage_engine.api.core import EngineCore
 from ullage_engine.snapshot import EngineSnapshot
+from ullage_engine.steps import StepStats
 
 PREFIX = "ullage_engine_"
 
@@ -24,6 +26,7 @@ Samples = Iterable[tuple[str, float]]
 """Pairs of a label's value and a number."""
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -140,6 +143,41 @@ def _plain(snapshot: EngineSnapshot) -> Iterator[Metric]:
             yield metric.kind(PREFIX + metric.name, metric.text, value)
 
 
+class StepMetrics:
+    """What the step loop's steps cost."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.duration = Histogram(
+            PREFIX + "step_seconds",
+            "One step that computed something.",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.tokens = Histogram(
+            PREFIX + "step_tokens",
+            "Tokens computed in a step, prefill and decode together.",
+            buckets=_COUNT_BUCKETS,
+            registry=registry,
+        )
+        self.sequences = Histogram(
+            PREFIX + "step_sequences", "Sequences worked on in a step.", buckets=_COUNT_BUCKETS, registry=registry
+        )
+        self.queued = Histogram(
+            PREFIX + "queue_seconds",
+            "From a request's submission to the first step that works on it.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+
+    def observe(self, stats: StepStats) -> None:
+        """Take one step in; called in the step loop's thread."""
+        self.duration.observe(stats.duration_s)
+        self.tokens.observe(stats.tokens)
+        self.sequences.observe(stats.sequences)
+        for seconds in stats.queued_s:
+            self.queued.observe(seconds)
+
+
 class HttpMetrics:
     """What the HTTP side counts."""
 
@@ -162,6 +200,11 @@ class HttpMetrics:
             buckets=_LATENCY_BUCKETS,
             registry=registry,
         )
+        self.queue_timeouts = Counter(
+            PREFIX + "queue_timeouts",
+            "Calls ended because they had waited in the queue for --max-wait-seconds.",
+            registry=registry,
+        )
         self.responses = Counter(
             PREFIX + "http_responses",
             "Answers by route and status; 499: the client went away.",
@@ -174,4 +217,5 @@ def make_registry(core: EngineCore) -> tuple[CollectorRegistry, HttpMetrics]:
     """A registry of all of the engine's metrics, and the part that the HTTP side feeds."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(core))
+    core.on_step(StepMetrics(registry).observe)
     return registry, HttpMetrics(registry)

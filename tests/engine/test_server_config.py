@@ -59,7 +59,7 @@ def test_all_arguments(tmp_path: Path) -> None:
         "--block-size 32 --max-model-len 2048 --max-batch-tokens 128 --max-sequences 8 --max-queue 0 --dtype bfloat16 "
         "--threads 2 --eviction-policy recency --protected-tokens 0 --recent-tokens 16 --no-prefix-reuse "
         f"--cache-dir /cache --api-key-file {keys} --max-body 1MiB --drain-seconds 2.5 --health-step-age 9 "
-        "--ready-step-age 3"
+        "--max-wait-seconds 7 --ready-step-age 3"
     ).split()
     engine, server = parse_arguments(arguments)
     assert engine == EngineConfig(
@@ -84,6 +84,7 @@ def test_all_arguments(tmp_path: Path) -> None:
         admin=UnixAddress(Path("/run/a.sock")),
         api_keys=frozenset({"one", "two"}),
         max_body_bytes=1 << 20,
+        max_wait_s=7,
         drain_seconds=2.5,
         health_step_age_s=9,
         ready_step_age_s=3,
@@ -92,7 +93,7 @@ def test_all_arguments(tmp_path: Path) -> None:
 
 def test_defaults_are_the_documented_ones() -> None:
     engine, server = parse_arguments(["--model", "m"])
-    assert engine == EngineConfig(model="m")
+    assert engine == EngineConfig(model="m", cache_dir=engine.cache_dir)
     assert server == ServerConfig()
     assert (server.public, server.admin) == (TcpAddress("0.0.0.0", 8000), None)
     assert (engine.kv_type, engine.block_size, engine.max_batch_tokens, engine.max_sequences) == ("fp8", 16, 512, 64)
@@ -140,6 +141,8 @@ BAD_ARGUMENTS = [
     ("--health-step-age", ["--model", "m", "--health-step-age", "0"]),
     ("--ready-step-age", ["--model", "m", "--ready-step-age", "inf"]),
     ("--max-body", ["--model", "m", "--max-body", "10"]),
+    ("--max-wait-seconds", ["--model", "m", "--max-wait-seconds", "0"]),
+    ("--max-wait-seconds", ["--model", "m", "--max-wait-seconds", "nan"]),
     ("--api-key-file", ["--model", "m", "--api-key-file", "/no/such/file"]),
 ]
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ullage_engine.api.text import HfTokenizer
 from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink
 from ullage_engine.snapshot import EngineSnapshot, EvictionReport
+from ullage_engine.steps import StepListener
 
 BLOCK_MAP_VERSION = 1
 
@@ -77,6 +78,16 @@ class EngineCore(Protocol):
         Raises:
             LoopUnavailable: the loop has ended, and all requests with it.
         """
+        ...
+
+    def queued(self, request_id: str) -> bool:
+        """Whether a request still waits for the first step that works on it; never blocks. False for unknown ids
+        and for those that were begun, preempted ones included.
+        """
+        ...
+
+    def on_step(self, listener: StepListener) -> None:
+        """Call `listener` after each working step, for good."""
         ...
 
     def snapshot(self) -> EngineSnapshot:

@@ -23,6 +23,7 @@ from ullage_engine.errors import (
     Draining,
     LoopUnavailable,
     Overloaded,
+    QueueTimeout,
     RequestFailed,
     RequestRejected,
     RequestTooLong,
@@ -116,6 +117,8 @@ def translate(error: Exception) -> ApiError:
             return error
         case Draining():
             return _later(503, error, type_="service_unavailable", code="draining")
+        case QueueTimeout():
+            return _later(503, error, type_="service_unavailable", code="queue_timeout")
         case Overloaded():
             return _later(429, error, type_="rate_limit_error", code="overloaded")
         case RequestTooLong():

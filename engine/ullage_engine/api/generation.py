@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from types import TracebackType
 
 from ullage_engine.api.answer import Answer, Piece
 from ullage_engine.api.core import EngineCore
-from ullage_engine.errors import LoopUnavailable
+from ullage_engine.errors import LoopUnavailable, QueueTimeout
 from ullage_engine.metrics import HttpMetrics
 from ullage_engine.request import GenerationRequest, Sink, TokenOutput
+
+TIMEOUT_RETRY_S = 5.0
+"""When to try again after waiting in vain: the queue moves, or this engine is no good for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,23 @@ class Plan:
 
 
 class Generations:
-    """Starts batches and knows how many sequences are in flight. Belongs to one event loop."""
+    """Starts batches and knows how many sequences are in flight. Belongs to one event loop.
 
-    def __init__(self, core: EngineCore, metrics: HttpMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        max_wait_s: a call that no step has worked on after so long ends with QueueTimeout; infinity: never.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        metrics: HttpMetrics,
+        *,
+        max_wait_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.core = core
         self.metrics = metrics
+        self.max_wait_s = max_wait_s
         self.clock = clock
         self.in_flight = 0
         self._open: set[Batch] = set()
@@ -69,7 +85,8 @@ class Batch:
     def __init__(self, owner: Generations, plans: Sequence[Plan]) -> None:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[tuple[int, TokenOutput]] = asyncio.Queue()
+        self._outputs: asyncio.Queue[tuple[int, TokenOutput] | QueueTimeout] = asyncio.Queue()
+        self._wait_limit: asyncio.TimerHandle | None = None
         self._unfinished: set[int] = set()
         self._submitted_at = 0.0
         self._kept = False
@@ -96,21 +113,29 @@ class Batch:
             self._owner.core.submit(plan.request, self._sink(index))
             self._unfinished.add(index)
             self._owner.in_flight += 1
+        if math.isfinite(self._owner.max_wait_s):
+            self._wait_limit = self._loop.call_later(self._owner.max_wait_s, self._end_if_queued)
 
     async def next(self) -> tuple[int, Piece] | None:
         """The next piece and its sequence's index; None when all sequences have ended.
 
         Raises:
             RequestFailed: the core gave a sequence up.
+            QueueTimeout: no sequence was begun in time.
         """
         while self._unfinished:
-            index, output = await self._outputs.get()
+            item = await self._outputs.get()
+            if isinstance(item, QueueTimeout):
+                raise item
+            index, output = item
             if index in self._unfinished:
                 return index, self._take(index, output)
         return None
 
     def close(self) -> None:
         """Abort what is unfinished. Idempotent."""
+        if self._wait_limit is not None:
+            self._wait_limit.cancel()
         for index in tuple(self._unfinished):
             self._abort(index)
         self._owner.forget(self)
@@ -121,6 +146,14 @@ class Batch:
             request_id = self.plans[index].request.request_id
             ended = TokenOutput(request_id=request_id, token=None, finish_reason="abort", error=reason)
             self._outputs.put_nowait((index, ended))
+
+    def _end_if_queued(self) -> None:
+        """End a call of which nothing was begun. It does not need the step loop, which may be what is stuck."""
+        core, seconds = self._owner.core, self._owner.max_wait_s
+        if all(core.queued(plan.request.request_id) for plan in self.plans):
+            self._owner.metrics.queue_timeouts.inc()
+            message = f"the request waited {seconds:g} s in the queue and was not begun; try again later"
+            self._outputs.put_nowait(QueueTimeout(message, retry_after_s=TIMEOUT_RETRY_S))
 
     def _sink(self, index: int) -> Sink:
         def sink(output: TokenOutput) -> None:

@@ -52,7 +52,7 @@ def create_public_app(
     """Everything under the public port."""
     codec = TextCodec(tokenizer)
     registry, metrics = make_registry(core)
-    generations = Generations(core, metrics, clock)
+    generations = Generations(core, metrics, max_wait_s=config.max_wait_s, clock=clock)
     preparer = Preparer(core, codec)
     app = FastAPI(title="Ullage engine", openapi_url=None)
     install(app)
