@@ -6,68 +6,18 @@ existing objects through them at the start, so creating, changing and resuming l
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import kopf
 
-from ullage_operator.book import Book, ServiceKey, service_of
-from ullage_operator.keeper import Keeper, Office
+from ullage_operator.book import Book, service_of
+from ullage_operator.keeper import Office
+from ullage_operator.keepers import Keepers
 from ullage_operator.model import GROUP, VERSION
 from ullage_operator.remediation import SERVICE_LABEL
 
 CHILDREN = (("apps", "v1", "deployments"), ("", "v1", "services"), ("", "v1", "secrets"))
-
-
-class Keepers:
-    """The tasks that keep services, one for each."""
-
-    def __init__(self, office: Office) -> None:
-        self._office = office
-        self._keepers: dict[ServiceKey, Keeper] = {}
-        self._tasks: dict[ServiceKey, asyncio.Task[None]] = {}
-        self._generations: dict[ServiceKey, tuple[str, int]] = {}
-
-    def service_seen(self, event_type: str | None, obj: dict[str, Any]) -> None:
-        """An InferenceService was listed, created, changed or deleted."""
-        metadata = obj["metadata"]
-        key = ServiceKey(metadata["namespace"], metadata["name"])
-        version = (metadata["uid"], metadata.get("generation", 0))
-        ending = event_type == "DELETED" or metadata.get("deletionTimestamp")
-        if self._generations.get(key) == version and key in self._keepers and not ending:
-            return  # our own status
-        self._generations[key] = version
-        if key in self._keepers:
-            self._keepers[key].wake()
-        elif not ending:
-            self._begin(key)
-
-    def wake(self, key: ServiceKey) -> None:
-        """A child of a service changed."""
-        if key in self._keepers:
-            self._keepers[key].wake()
-
-    async def close(self) -> None:
-        """End all keepers and wait for them; what they had begun is in their records."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _begin(self, key: ServiceKey) -> None:
-        keeper = Keeper(key, self._office)
-        task = asyncio.create_task(keeper.run(), name=f"keeper {key}")
-        self._keepers[key], self._tasks[key] = keeper, task
-        task.add_done_callback(lambda _: self._ended(key))
-        self._office.metrics.services.set(len(self._keepers))
-
-    def _ended(self, key: ServiceKey) -> None:
-        del self._keepers[key], self._tasks[key]
-        self._generations.pop(key, None)
-        self._office.pods.forget(key)
-        self._office.records.forget(key)
-        self._office.metrics.services.set(len(self._keepers))
 
 
 def register(registry: kopf.OperatorRegistry, keepers: Keepers, office: Office) -> None:
@@ -76,6 +26,10 @@ def register(registry: kopf.OperatorRegistry, keepers: Keepers, office: Office) 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
         return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    @kopf.on.cleanup(registry=registry)
+    async def cleanup(**_: Any) -> None:
+        await keepers.close()  # else kopf waits seconds for tasks that it does not know
 
     @kopf.on.event(GROUP, VERSION, "inferenceservices", registry=registry)
     async def service_event(event: Mapping[str, Any], **_: Any) -> None:

@@ -34,6 +34,8 @@ from ullage_operator.targets import agent_targets
 
 RESYNC_S = 60.0
 """Seconds after which everything is reconciled without being woken: repairs what a lost watch event hid."""
+BLOCKED_RESYNC_S = 5.0
+"""The same while somebody else's object stands in the way: its removal wakes nobody."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits after consecutive failed rounds."""
 
@@ -76,6 +78,11 @@ class Keeper:
         """Reconcile soon: the service or a child of it changed."""
         self._woken.set()
 
+    @property
+    def pending(self) -> bool:
+        """Whether it was woken and has not looked yet."""
+        return self._woken.is_set()
+
     async def run(self) -> None:
         """Keep the service until it is deleted or this task is cancelled. A failed round is tried again."""
         failures = 0
@@ -106,7 +113,8 @@ class Keeper:
 
     async def _round(self) -> bool:
         """One pass; False when the service is gone."""
-        due = self._woken.is_set() or time.monotonic() - self._reconciled_at >= RESYNC_S
+        resync = BLOCKED_RESYNC_S if self._problem else RESYNC_S
+        due = self._woken.is_set() or time.monotonic() - self._reconciled_at >= resync
         if due:
             self._woken.clear()
             if not await self._refresh():

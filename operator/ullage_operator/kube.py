@@ -52,9 +52,9 @@ class Cluster:
                 return None
             raise
 
-    async def list(self, kind: str, namespace: str, selector: str) -> list[Object]:
-        """All objects that match a label selector, page by page."""
-        query = {"labelSelector": selector, "limit": str(PAGE)}
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[Object]:
+        """All objects that match a label selector, page by page; of all namespaces where none is named."""
+        query = {"limit": str(PAGE), **({"labelSelector": selector} if selector else {})}
         items: list[Object] = []
         while True:
             page = await self._call("GET", _path(kind, namespace), query)
@@ -119,9 +119,10 @@ class Cluster:
         return _answer(f"{method} {path}", response.status, data)
 
 
-def _path(kind: str, namespace: str, name: str | None = None) -> str:
+def _path(kind: str, namespace: str | None, name: str | None = None) -> str:
     base, plural = _PATHS[kind]
-    path = f"{base}/namespaces/{quote(namespace, safe='')}/{plural}"
+    scope = "" if namespace is None else f"/namespaces/{quote(namespace, safe='')}"
+    path = f"{base}{scope}/{plural}"
     return path if name is None else f"{path}/{quote(name, safe='')}"
 
 

@@ -24,8 +24,9 @@ from prometheus_client import CollectorRegistry
 from ullage_operator.desired import Images
 from ullage_operator.errors import ClusterError, SetupError
 from ullage_operator.gather import CONCURRENCY
-from ullage_operator.handlers import Keepers, register, settings
+from ullage_operator.handlers import register, settings
 from ullage_operator.keeper import Office
+from ullage_operator.keepers import Keepers
 from ullage_operator.kube import Cluster
 from ullage_operator.metrics import Metrics
 from ullage_operator.model import API_VERSION
@@ -81,6 +82,7 @@ async def _watch(office: Office, namespaces: Sequence[str], watching: asyncio.Ev
     registry, keepers, options = kopf.OperatorRegistry(), Keepers(office), settings()
     options.scanning.disabled = bool(namespaces)  # then no rights beyond those namespaces are needed
     register(registry, keepers, office)
+    patrol = asyncio.create_task(keepers.patrol(namespaces), name="patrol")
     try:
         await kopf.operator(
             registry=registry,
@@ -91,6 +93,7 @@ async def _watch(office: Office, namespaces: Sequence[str], watching: asyncio.Ev
             ready_flag=watching,
         )
     finally:
+        patrol.cancel()
         await keepers.close()
 
 
@@ -112,7 +115,8 @@ async def _api_client(kubeconfig: Path | None) -> ApiClient:
             await load
     except (ConfigException, OSError) as error:
         where = kubeconfig or "in-cluster or $KUBECONFIG"
-        raise SetupError(f"--kubeconfig: {where} cannot be used ({error}); give a readable file") from error
+        why = " ".join(str(error).split())
+        raise SetupError(f"--kubeconfig: {where} cannot be used ({why}); give another") from error
     return ApiClient(configuration)
 
 
@@ -147,7 +151,7 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add = parser.add_argument
     release = version("ullage")
     add("--namespace", action="append", default=[], metavar="NS", help="serve this namespace only (repeatable)")
-    add("--kubeconfig", type=Path, metavar="FILE", help="cluster to use when not running in one")
+    add("--kubeconfig", type=_file, metavar="FILE", help="cluster to use when not running in one")
     add("--engine-image", default=environment.get("ULLAGE_ENGINE_IMAGE", f"ullage-engine:{release}"))
     add("--agent-image", default=environment.get("ULLAGE_AGENT_IMAGE", f"ullage-agent:{release}"))
     add("--sweep-seconds", type=_seconds, default=2.0, help="time between two sweeps of a service's agents")
@@ -163,6 +167,12 @@ def _seconds(text: str) -> float:
     if not 0.05 <= value <= 60:
         raise argparse.ArgumentTypeError(f"{text} is outside 0.05..60")
     return value
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file; give a readable one")
+    return Path(text)
 
 
 def _port(text: str) -> int:

@@ -181,7 +181,7 @@ def test_somebody_else_s_object_is_not_touched(operator: Any, kubectl: Kubectl) 
         assert kubectl.get("service", "web") == before
         assert set(children(kubectl)) == {"service"}
         kubectl.run("delete", "service", "web")
-        eventually("the children", lambda: all_children(kubectl), within_s=90)
+        eventually("the children", lambda: all_children(kubectl))
 
 
 def test_a_suspended_service_is_left_alone(operator: Any, kubectl: Kubectl) -> None:

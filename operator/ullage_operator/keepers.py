@@ -1,0 +1,89 @@
+"""Which services are kept: begins a keeper for each that is seen, wakes it when something of its changes.
+
+Knows nothing of kopf: `handlers` feeds it with events, `patrol` with lists, because a watch can miss things.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ullage_operator.book import ServiceKey
+from ullage_operator.errors import ClusterError
+from ullage_operator.keeper import Keeper, Office
+
+PATROL_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class Keepers:
+    """The tasks that keep services, one for each."""
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+        self._closed = False
+        self._keepers: dict[ServiceKey, Keeper] = {}
+        self._tasks: dict[ServiceKey, asyncio.Task[None]] = {}
+        self._generations: dict[ServiceKey, tuple[str, int]] = {}
+
+    def service_seen(self, event_type: str | None, obj: dict[str, Any]) -> None:
+        """An InferenceService was listed, created, changed or deleted."""
+        metadata = obj["metadata"]
+        key = ServiceKey(metadata["namespace"], metadata["name"])
+        version = (metadata["uid"], metadata.get("generation", 0))
+        ending = event_type == "DELETED" or metadata.get("deletionTimestamp")
+        if self._generations.get(key) == version and key in self._keepers and not ending:
+            return  # our own status
+        self._generations[key] = version
+        if key in self._keepers:
+            self._keepers[key].wake()
+        elif not ending and not self._closed:
+            self._begin(key)
+
+    def wake(self, key: ServiceKey) -> None:
+        """A child of a service changed."""
+        if key in self._keepers:
+            self._keepers[key].wake()
+
+    async def patrol(self, namespaces: Sequence[str], *, every_s: float = PATROL_S) -> None:
+        """For ever: list all services now and then, and begin to keep those that no event told of."""
+        scopes: Sequence[str | None] = namespaces or [None]
+        while True:
+            await asyncio.sleep(every_s)
+            for namespace in scopes:
+                try:
+                    services = await self._office.cluster.list("InferenceService", namespace)
+                except ClusterError as error:
+                    self._office.metrics.errors.labels(kind="cluster").inc()
+                    log.warning("services were not listed: %s", error)
+                    continue
+                for obj in services:
+                    self.service_seen(None, obj)
+
+    async def close(self) -> None:
+        """End all keepers and wait for them; what they had begun is in their records."""
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, key: ServiceKey) -> None:
+        keeper = Keeper(key, self._office)
+        task = asyncio.create_task(keeper.run(), name=f"keeper {key}")
+        self._keepers[key], self._tasks[key] = keeper, task
+        task.add_done_callback(lambda _: self._ended(key))
+        self._office.metrics.services.set(len(self._keepers))
+
+    def _ended(self, key: ServiceKey) -> None:
+        del self._tasks[key]
+        again = self._keepers.pop(key).pending
+        self._generations.pop(key, None)
+        self._office.pods.forget(key)
+        self._office.records.forget(key)
+        self._office.metrics.services.set(len(self._keepers))
+        if again and not self._closed:
+            self._begin(key)  # a service of that name came back while the keeper was leaving

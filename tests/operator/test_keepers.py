@@ -1,0 +1,184 @@
+"""Keepers against a cluster in memory: begun once, woken when needed, never ended by a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ullage_operator.book import ServiceKey
+from ullage_operator.desired import Images
+from ullage_operator.errors import ClusterError
+from ullage_operator.keeper import Office
+from ullage_operator.keepers import Keepers
+from ullage_operator.metrics import Metrics
+
+KEY = ServiceKey("prod", "web")
+
+
+@dataclass
+class MemoryCluster:
+    """The calls of `kube.Cluster` on a dictionary. `failures` are raised by the next calls, one each."""
+
+    objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    failures: list[Exception] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    created: list[dict[str, Any]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        if self.failures:
+            raise self.failures.pop(0)
+        return copy.deepcopy(self.objects.get((kind, name)))
+
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[dict[str, Any]]:
+        if self.failures:
+            raise self.failures.pop(0)
+        return [copy.deepcopy(obj) for (found, _), obj in self.objects.items() if found == kind]
+
+    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self.objects[obj["kind"], obj["metadata"]["name"]] = copy.deepcopy(obj)
+        self._note(obj["kind"])
+        return obj
+
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self.created.append(obj)
+        return obj
+
+    async def write_status(self, kind: str, namespace: str, name: str, status: Any) -> dict[str, Any]:
+        obj = self.objects[kind, name]
+        obj["status"] = {k: v for k, v in status.items() if v is not None}
+        self._note(f"{kind}.status")
+        return obj
+
+    async def delete(self, kind: str, namespace: str, name: str) -> None:
+        self.objects.pop((kind, name), None)
+
+    def _note(self, what: str) -> None:
+        self.written.append(what)
+        self.changed.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+def cluster() -> MemoryCluster:
+    return MemoryCluster()
+
+
+@pytest.fixture
+async def keepers(cluster: MemoryCluster, session: Any, build: Any) -> AsyncIterator[Keepers]:
+    office = Office(
+        cluster=cluster,  # type: ignore[arg-type]
+        session=session,
+        images=Images(engine="e", agent="a"),
+        metrics=Metrics(CollectorRegistry()),
+        clock=lambda: build.now,
+        limiter=asyncio.Semaphore(4),
+        sweep_seconds=0.01,
+    )
+    made = Keepers(office)
+    yield made
+    await made.close()
+
+
+def stored(build: Any, **metadata: Any) -> dict[str, Any]:
+    manifest: dict[str, Any] = build.manifest()
+    manifest["metadata"] |= metadata
+    return manifest
+
+
+def applied(cluster: MemoryCluster) -> bool:
+    return "Deployment" in cluster.written and "InferenceService.status" in cluster.written
+
+
+async def test_a_service_is_kept_once(cluster: MemoryCluster, keepers: Keepers, build: Any) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    for _ in range(3):
+        keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    assert cluster.written.count("Deployment") == 1
+
+
+async def test_a_patrol_finds_what_no_event_told_of(cluster: MemoryCluster, keepers: Keepers, build: Any) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    cluster.failures.append(ClusterError("HTTP 500", status=500))
+    patrol = asyncio.create_task(keepers.patrol(["prod"], every_s=0.01))
+    await cluster.until(lambda: applied(cluster))
+    patrol.cancel()
+    await asyncio.gather(patrol, return_exceptions=True)
+
+
+@pytest.mark.parametrize("failure", [ClusterError("HTTP 500", status=500), RuntimeError("a bug")])
+async def test_a_failed_round_is_tried_again(
+    cluster: MemoryCluster, keepers: Keepers, build: Any, failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    cluster.failures.append(failure)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    assert str(failure) in caplog.text
+
+
+async def test_a_new_generation_and_a_child_s_change_wake(cluster: MemoryCluster, keepers: Keepers, build: Any) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: cluster.written.count("Deployment") == 1)
+    changed = stored(build, generation=4)
+    changed["spec"]["replicas"] = {"min": 2, "max": 2}
+    cluster.objects["InferenceService", "web"] = changed
+    keepers.service_seen("MODIFIED", changed)
+    await cluster.until(lambda: cluster.written.count("Deployment") == 2)
+    assert cluster.objects["Deployment", "web"]["spec"]["replicas"] == 2
+    del cluster.objects["Service", "web"]
+    keepers.wake(KEY)
+    await cluster.until(lambda: ("Service", "web") in cluster.objects)
+
+
+async def test_a_deleted_service_s_keeper_ends_and_one_that_comes_back_is_kept_again(
+    cluster: MemoryCluster, keepers: Keepers, build: Any
+) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    gone = cluster.objects.pop(("InferenceService", "web"))
+    cluster.objects.clear()
+    keepers.service_seen("DELETED", gone)
+    await _until_ended(keepers)
+    cluster.written.clear()
+    again = stored(build, uid="uid-2")
+    cluster.objects["InferenceService", "web"] = again
+    keepers.service_seen("ADDED", again)
+    await cluster.until(lambda: applied(cluster))
+    assert cluster.objects["Deployment", "web"]["metadata"]["ownerReferences"][0]["uid"] == "uid-2"
+
+
+async def test_credentials_are_kept_over_passes(cluster: MemoryCluster, keepers: Keepers, build: Any) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    secret = copy.deepcopy(cluster.objects["Secret", "web-agent"])
+    keepers.wake(KEY)
+    await cluster.until(lambda: cluster.written.count("Secret") == 2)
+    assert cluster.objects["Secret", "web-agent"]["data"] == secret["data"]
+    cluster.objects["Secret", "web-agent"]["data"]["tls.key"] = ""
+    keepers.wake(KEY)
+    await cluster.until(lambda: cluster.written.count("Secret") == 3)
+    renewed = cluster.objects["Secret", "web-agent"]["data"]
+    assert renewed["tls.crt"] != secret["data"]["tls.crt"]
+    assert renewed["token"] == secret["data"]["token"]
+
+
+async def _until_ended(keepers: Keepers) -> None:
+    tasks = [t for t in asyncio.all_tasks() if t.get_name() == f"keeper {KEY}"]
+    await asyncio.wait_for(asyncio.gather(*tasks), 20)
+    await asyncio.sleep(0)
