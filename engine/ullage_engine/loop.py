@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from ullage_engine.api.core import BlockMap
 from ullage_engine.engine import Engine
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
-from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink
+from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink, TokenOutput
 from ullage_engine.scheduler import Chunk
 from ullage_engine.snapshot import EngineSnapshot, EvictionReport
 from ullage_engine.steps import StepListener, StepStats
@@ -63,6 +63,8 @@ class EngineLoop:
         self._incoming = 0
         self._queued_at: dict[str, float] = {}
         """When each request that no step has worked on yet was submitted."""
+        self._ended: list[str] = []
+        """Requests that ended since the last step."""
         self._listeners: list[StepListener] = []
         self._limit: AdmissionLimit | None = None
         self._draining = False
@@ -107,7 +109,13 @@ class EngineLoop:
     def _admit(self, request: GenerationRequest, sink: Sink) -> None:
         with self._changed:
             self._incoming -= 1
-        self._engine.add(request, sink)
+
+        def telling(output: TokenOutput) -> None:
+            if output.finish_reason is not None:
+                self._ended.append(request.request_id)
+            sink(output)
+
+        self._engine.add(request, telling)
 
     def _check_size(self, request: GenerationRequest) -> None:
         total = len(request.prompt) + request.sampling.max_tokens
@@ -156,7 +164,8 @@ class EngineLoop:
         with self._changed:
             self._listeners.append(listener)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """One step of the engine; whether it had anything to compute."""
         began = self._clock()
         chunks = self._engine.step()
         stats = StepStats(
@@ -167,9 +176,13 @@ class EngineLoop:
         )
         for listener in self._listeners:
             listener(stats)
+        return bool(chunks)
 
     def _first_worked_on(self, chunks: list[Chunk], began: float) -> tuple[float, ...]:
         begun = [self._queued_at.pop(chunk.sequence.request_id, None) for chunk in chunks]
+        for request_id in self._ended:  # not all that end were begun
+            self._queued_at.pop(request_id, None)
+        self._ended.clear()
         return tuple(max(0.0, began - submitted) for submitted in begun if submitted is not None)
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -265,10 +278,9 @@ class EngineLoop:
 
     def _pass(self) -> None:
         self._run_inbox()
-        if not self._engine.idle:
-            self._step()
+        worked = not self._engine.idle and self._step()
         self._snapshot = self._engine.snapshot(self._limit_in_force(), draining=self._draining)
-        if self._engine.idle:
+        if not worked:
             with self._changed:
                 if not self._inbox and not self._stopping:
                     self._changed.wait(IDLE_PASS_S)
