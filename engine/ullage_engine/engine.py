@@ -24,6 +24,9 @@ from ullage_engine.snapshot import BlockCounts, Counters, EngineSnapshot, Evicti
 
 log = logging.getLogger(__name__)
 
+STALL_PASSES = 200
+"""Passes with waiting requests and no work before the engine gives the oldest up: nothing can free blocks any more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIdentity:
@@ -67,6 +70,10 @@ class Runner(Protocol):
         """
         ...
 
+    def copy_blocks(self, copies: dict[int, int]) -> None:
+        """Copy whole blocks, source by target; all sources are read before any target is written."""
+        ...
+
     def scrub(self, blocks: list[int]) -> None:
         """Zero blocks whose content may be unfit for others."""
         ...
@@ -92,6 +99,11 @@ class Engine:
         self._protection = protection
         self._clock = clock
         self._live: dict[str, Sequence] = {}
+        self._parked: dict[str, list[Sequence]] = {}
+        """Forks by parent, until the parent's prompt is computed."""
+        self._stalled = 0
+        self.forked: list[str] = []
+        """Requests that the last step started as forks; they are in none of its chunks."""
         self._arrivals = 0
         self._readings = 0
         self.steps = 0
@@ -112,14 +124,18 @@ class Engine:
         self._live[request.request_id] = sequence
         self.tally.admitted += 1
         self.tally.prompt_tokens += len(request.prompt)
-        self.scheduler.add(sequence)
+        parent = self._live.get(request.fork_of or "")
+        if parent is not None and parent.request.prompt == request.prompt and not parent.generated:
+            self._parked.setdefault(parent.request_id, []).append(sequence)
+        else:
+            self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request that nobody waits for any more; unknown ids are ignored."""
-        sequence = self._live.pop(request_id, None)
+        sequence = self._live.get(request_id)
         if sequence is not None:
             self.tally.aborted += 1
-            self.scheduler.finish(sequence)
+            self._end(sequence)
 
     def fail_all(self, error: str) -> None:
         """End every request with an error."""
@@ -131,13 +147,33 @@ class Engine:
     def step(self) -> list[Chunk]:
         """One forward pass over what the scheduler chose, and what follows from its tokens; returns what it chose."""
         chunks = self.scheduler.plan()
+        self._runner.copy_blocks(self.scheduler.take_copies())
+        self._watch(chunks)
+        self.forked = []
         for chunk, row in self._forward(chunks):
             completes = chunk.completes
             self.scheduler.computed(chunk)
             if completes:
+                self._start_forks(chunk.sequence, row)
                 self._next_token(chunk.sequence, row)
         self.steps += 1
         return chunks
+
+    def _start_forks(self, parent: Sequence, logits: torch.Tensor) -> None:
+        """Forks draw their first token from their parent's logits, each with its own randomness."""
+        for child in self._parked.pop(parent.request_id, []):
+            if self.scheduler.fork(parent, child):
+                self.forked.append(child.request_id)
+                self._next_token(child, logits)
+
+    def _watch(self, chunks: list[Chunk]) -> None:
+        """End the head of the queue when nothing at all has moved for `STALL_PASSES` passes."""
+        self._stalled = 0 if chunks or self.idle else self._stalled + 1
+        if self._stalled >= STALL_PASSES:
+            head = next(self.scheduler.live())
+            log.error("no progress in %d passes: request %s is ended", self._stalled, head.request_id)
+            self._fail(head, f"no KV blocks became available in {self._stalled} passes of an idle engine")
+            self._stalled = 0
 
     def _forward(self, chunks: list[Chunk]) -> list[tuple[Chunk, torch.Tensor]]:
         """Chunks computed, each with its logits row (empty for those that don't complete).
@@ -185,6 +221,12 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request_id]
+        for siblings in self._parked.values():
+            if sequence in siblings:
+                siblings.remove(sequence)
+                return
+        for orphan in self._parked.pop(sequence.request_id, []):
+            self.scheduler.add(orphan)
         self.scheduler.finish(sequence)
 
     def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
@@ -254,8 +296,8 @@ class Engine:
             slots_allocated=usage.active * self.pool.block_tokens,
             slots_filled=usage.slots_filled,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            outstanding_blocks=sum(sequence.outstanding_blocks for sequence in scheduler.live()),
+            waiting=len(scheduler.waiting) + sum(map(len, self._parked.values())),
+            outstanding_blocks=sum(sequence.outstanding_blocks for sequence in self._live.values()),
             counters=self._counters(),
             allocator_reserved_bytes=reserved,
             allocator_allocated_bytes=allocated,

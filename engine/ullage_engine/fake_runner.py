@@ -65,6 +65,12 @@ class FakeRunner:
                 rows.append(row)
         return torch.stack(rows) if rows else torch.empty(0, self._vocabulary)
 
+    def copy_blocks(self, copies: dict[int, int]) -> None:
+        size = self._block_tokens
+        content = {target: self.slots[source * size : (source + 1) * size] for target, source in copies.items()}
+        for target, slots in content.items():
+            self.slots[target * size : (target + 1) * size] = slots
+
     def scrub(self, blocks: list[int]) -> None:
         for block in blocks:
             start = block * self._block_tokens

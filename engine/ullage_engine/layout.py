@@ -100,6 +100,29 @@ class CacheLayout:
         """Bytes from a block's start to the cell of (layer, head)."""
         return self.layer_offsets[layer] + head * self.cells[layer].size
 
+    @property
+    def cells_per_block(self) -> int:
+        return self.layers * self.kv_heads
+
+    @cached_property
+    def cell_classes(self) -> tuple[tuple[int, ...], ...]:
+        """Places (`layer * kv_heads + head`) of cells of equal type: within a class any cell can serve any head."""
+        kinds = list(dict.fromkeys(cell.kind.name for cell in self.cells))
+        return tuple(
+            tuple(
+                layer * self.kv_heads + head
+                for layer, cell in enumerate(self.cells)
+                if cell.kind.name == kind
+                for head in range(self.kv_heads)
+            )
+            for kind in kinds
+        )
+
+    def cell_address(self, cell: int) -> int:
+        """Bytes from the store's start to a cell by id, `block * cells_per_block + place`."""
+        block, place = divmod(cell, self.cells_per_block)
+        return block * self.block_bytes + self.cell_offset(*divmod(place, self.kv_heads))
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens fill, the last one perhaps in part."""
         return -(-tokens // self.block_tokens)
@@ -115,10 +138,21 @@ class BlockStore:
     """The bytes of all blocks, [blocks, block_bytes] uint8, with typed views made by the layout.
 
     Not thread-safe: the step loop alone touches it.
+
+    Args:
+        centre: [layers, kv_heads, head_size] subtracted from keys before they are stored. A vector common to all keys
+            of a head shifts all logits of a query alike, so softmax does not see it, and codes lose no range to it.
     """
 
-    def __init__(self, layout: CacheLayout, blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        blocks: int,
+        device: torch.device | str = "cpu",
+        centre: torch.Tensor | None = None,
+    ) -> None:
         self.layout = layout
+        self.centre = centre
         self.data = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device=device)
 
     @property
@@ -139,6 +173,8 @@ class BlockStore:
             keys, values: [T, kv_heads, head_size], after RoPE.
         """
         block, offset = slots // self.layout.block_tokens, slots % self.layout.block_tokens
+        if self.centre is not None:
+            keys = keys - self.centre[layer]
         cell = self.layout.cells[layer]
         for rows, at, scales_at in ((keys, cell.k_codes, cell.k_scales), (values, cell.v_codes, cell.v_scales)):
             codes, scales = quantise(rows, cell.kind, self.layout.group_size)
@@ -158,6 +194,37 @@ class BlockStore:
             self._section(rows, cell.kind, cell.k_codes, cell.k_scales, shape, dtype),
             self._section(rows, cell.kind, cell.v_codes, cell.v_scales, shape, dtype),
         )
+
+    def read_cells(self, layer: int, cells: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantised keys and values, each [N, H, C * block_tokens, head_size], of cell ids [N, H, C] int64.
+
+        The per-head form of `read`: each head has its own cells, of the class that serves `layer`.
+        """
+        count, heads, width = cells.shape
+        cell = self.layout.cells[layer]
+        block, place = cells.reshape(-1) // self.layout.cells_per_block, cells.reshape(-1) % self.layout.cells_per_block
+        start = block * self.layout.block_bytes + self._place_offsets.to(cells.device)[place]
+        # every cell starts on an ALIGN boundary, so a store of ALIGN-byte rows holds it as consecutive rows
+        rows = self.data.view(-1, ALIGN)
+        index = (start // ALIGN)[:, None] + torch.arange(cell.size // ALIGN, device=cells.device)
+        found = rows.index_select(0, index.reshape(-1)).view(count, heads, width, cell.size)
+        shape = (count, heads, width * self.layout.block_tokens)
+        return (
+            self._section(found, cell.kind, cell.k_codes, cell.k_scales, shape, dtype),
+            self._section(found, cell.kind, cell.v_codes, cell.v_scales, shape, dtype),
+        )
+
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole blocks: codes and scales of all layers and heads."""
+        self.data[torch.tensor(targets, device=self.data.device)] = self.data[
+            torch.tensor(sources, device=self.data.device)
+        ]
+
+    @cached_property
+    def _place_offsets(self) -> torch.Tensor:
+        """[cells_per_block] bytes from a block's start to each cell."""
+        heads = self.layout.kv_heads
+        return torch.tensor([self.layout.cell_offset(*divmod(p, heads)) for p in range(self.layout.cells_per_block)])
 
     def _section(
         self,

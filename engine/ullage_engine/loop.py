@@ -179,7 +179,8 @@ class EngineLoop:
         return bool(chunks)
 
     def _first_worked_on(self, chunks: list[Chunk], began: float) -> tuple[float, ...]:
-        begun = [self._queued_at.pop(chunk.sequence.request_id, None) for chunk in chunks]
+        names = [*(chunk.sequence.request_id for chunk in chunks), *self._engine.forked]
+        begun = [self._queued_at.pop(name, None) for name in names]
         for request_id in self._ended:  # not all that end were begun
             self._queued_at.pop(request_id, None)
         self._ended.clear()

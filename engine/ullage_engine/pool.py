@@ -134,6 +134,11 @@ class BlockPool:
             self._refs[block] += 1
         return blocks
 
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more reference to blocks that are active."""
+        for block in blocks:
+            self._refs[block] += 1
+
     def release(self, blocks: Sequence[int]) -> int:
         """Give up one reference of each, the last first, so that a chain's tail is reclaimed before its head.
 

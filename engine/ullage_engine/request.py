@@ -35,6 +35,8 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     sampling: SamplingParams
+    fork_of: str | None = None
+    """Another request with the same prompt, submitted before: its prompt is computed once for both if it still runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,11 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0, : len(last)].float()
         return logits
 
+    def copy_blocks(self, copies: dict[int, int]) -> None:
+        """Copy whole blocks, source by target."""
+        if copies:
+            self.store.copy_blocks([*copies.values()], [*copies])
+
     def scrub(self, blocks: list[int]) -> None:
         """Zero blocks whose content may hold NaN, before others get them."""
         if blocks:

@@ -3,8 +3,8 @@
 Pure bookkeeping on sequences and the pool: no tensors, no clock, no model. One pass:
 
 1. every running sequence gets the tokens it awaits, as far as the token budget goes, decoding ones first; where
-   blocks run out, the youngest running sequence is preempted (its tokens are recomputed later), so the oldest one
-   always makes progress;
+   blocks run out, the running sequence that costs least is preempted (see `preemption_cost`), never the oldest, which
+   therefore always makes progress; a block that others share is copied before it is appended to;
 2. waiting requests are admitted when the blocks for *all* their tokens are available, reclaimable ones counted and
    one block left for each running sequence. A blocked request is passed over by smaller later ones, but only
    `MAX_PASSED_OVER` times.
@@ -61,6 +61,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of arrival."""
         self.tally = SchedulerTally()
+        self._copies: dict[int, int] = {}
+        """Blocks to copy before the planned step, source by target."""
 
     @property
     def idle(self) -> bool:
@@ -111,15 +113,55 @@ class Scheduler:
     # -- room for the running ones -------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Blocks for `count` more tokens, preempting the youngest until they are there; False: it was the youngest."""
-        missing = self._blocks_for(sequence.kept + count) - len(sequence.table)
-        while missing > self._pool.available:
-            victim = self.running[-1]
+        """Blocks for `count` more tokens, preempting others until they are there; False: it was itself preempted."""
+        while self._missing(sequence, count) > self._pool.available:
+            victim = self._victim()
             self.preempt(victim)
             if victim is sequence:
                 return False
+        if self._tail_is_shared(sequence):
+            self._own_tail(sequence)
+        missing = self._missing(sequence, count)
         if missing > 0:
             sequence.append_blocks(self._pool.allocate(missing))
+        return True
+
+    def _missing(self, sequence: Sequence, count: int) -> int:
+        return self._blocks_for(sequence.kept + count) - len(sequence.table) + self._tail_is_shared(sequence)
+
+    def _tail_is_shared(self, sequence: Sequence) -> bool:
+        """Whether the next token goes into a begun block that others read too."""
+        index, offset = divmod(sequence.kept, sequence.block_tokens)
+        return offset > 0 and self._pool.references(sequence.table[index]) > 1
+
+    def _own_tail(self, sequence: Sequence) -> None:
+        """Copy on write: the begun block is replaced by a copy of the sequence's own."""
+        index, offset = divmod(sequence.kept, sequence.block_tokens)
+        [copy] = self._pool.allocate(1)
+        self._pool.set_filled(copy, offset)
+        self._copies[copy] = sequence.table[index]
+        self._pool.release([sequence.table[index]])
+        sequence.table[index] = copy
+
+    def take_copies(self) -> dict[int, int]:
+        """Blocks that must be copied before the planned step computes, source by target; each is handed out once."""
+        copies, self._copies = self._copies, {}
+        return copies
+
+    def _victim(self) -> Sequence:
+        """The cheapest running sequence but the oldest; of equals the youngest."""
+        others = self.running[1:] or self.running
+        return min(reversed(others), key=lambda sequence: preemption_cost(sequence, self._pool))
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Start a child on its parent's computed prompt, sharing all blocks; False: no room to run, it is queued."""
+        if len(self.running) >= self._max_sequences:
+            self.add(child)
+            return False
+        self._pool.hold(child.follow(parent))
+        self.tally.prefix_query_tokens += child.computed
+        self.tally.prefix_hit_tokens += child.computed
+        _insert(self.running, child)
         return True
 
     def preempt(self, sequence: Sequence) -> None:
@@ -186,6 +228,13 @@ class Scheduler:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.block_tokens)
+
+
+def preemption_cost(sequence: Sequence, pool: BlockPool) -> float:
+    """Tokens to recompute for each block that preempting frees; shared blocks neither cost nor free anything."""
+    private = sum(pool.references(block) == 1 for block in sequence.table)
+    shared = (len(sequence.table) - private) * sequence.block_tokens
+    return max(0, sequence.computed - shared) / private if private else float("inf")
 
 
 def _insert(sequences: list[Sequence], sequence: Sequence) -> None:

@@ -95,6 +95,15 @@ class Sequence:
         self.starts.extend(first + i * self.block_tokens for i in range(len(blocks)))
         self.table.extend(blocks)
 
+    def follow(self, parent: Sequence) -> list[int]:
+        """Take over a parent's computed rows, block by block; returns the blocks, which are now shared."""
+        used = -(-parent.kept // self.block_tokens)
+        self.table, self.starts = parent.table[:used], parent.starts[:used]
+        self.computed, self.dropped = parent.computed, parent.dropped
+        self.chain, self.published, self.publishing = parent.chain, parent.published, parent.publishing
+        self.cached_tokens = self.computed
+        return self.table
+
     def drop_blocks(self, indices: list[int]) -> list[int]:
         """Take whole, filled blocks (indices into `table`) out; returns their ids. Positions stay as they are."""
         gone = set(indices)

@@ -51,13 +51,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.aborted: set[str] = set()
 
-    @rule(prompt=PROMPTS, count=st.integers(1, 20))
-    def submit(self, prompt: list[int], count: int) -> None:
+    @rule(prompt=PROMPTS, count=st.integers(1, 20), forks=st.integers(0, 3))
+    def submit(self, prompt: list[int], count: int, forks: int = 0) -> None:
         count = min(count, BLOCKS * SIZE - len(prompt))
+        parent = f"r{len(self.requests)}"
+        self.add(prompt, count, None)
+        for fork in range(forks):
+            self.add(prompt, max(1, count - fork), parent)
+
+    def add(self, prompt: list[int], count: int, parent: str | None) -> None:
         name = f"r{len(self.requests)}"
-        request = GenerationRequest(
-            request_id=name, prompt=tuple(prompt), sampling=SamplingParams(max_tokens=count, temperature=0)
-        )
+        sampling = SamplingParams(max_tokens=count, temperature=0)
+        request = GenerationRequest(request_id=name, prompt=tuple(prompt), sampling=sampling, fork_of=parent)
         self.requests[name], self.outputs[name] = request, []
         self.engine.add(request, self.outputs[name].append)
 
@@ -142,7 +147,9 @@ def _episode(machine: type[EngineMachine], seed: int, operations: int) -> int:
     moves = {
         "step": lambda: one.step(),
         "submit": lambda: one.submit(
-            [random.randint(0, 1) for _ in range(random.randint(1, 20))], random.randint(1, 20)
+            [random.randint(0, 1) for _ in range(random.randint(1, 20))],
+            random.randint(1, 20),
+            random.choice([0, 0, 0, 1, 3]),
         ),
         "abort": lambda: one.requests and one.abort(random.randrange(1 << 30)),
         "evict": lambda: one.evict(random.uniform(0.01, 1.0)),

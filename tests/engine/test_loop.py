@@ -225,3 +225,17 @@ def test_abort_frees_blocks_within_two_steps(start: Callable[..., EngineLoop]) -
     assert "A" not in loop.block_map().states
     loop.block_map()
     assert loop.snapshot().counters.aborted == 1
+
+
+def test_forks_leave_nothing_behind_in_the_queue_books(start: Callable[..., EngineLoop]) -> None:
+    loop = start()
+    receivers = [Receiver() for _ in range(3)]
+    loop.submit(request("r", [1] * 9, 1), receivers[0])
+    for i in (1, 2):
+        sampling = SamplingParams(max_tokens=1, temperature=0)
+        fork = GenerationRequest(request_id=f"r.{i}", prompt=(1,) * 9, sampling=sampling, fork_of="r")
+        loop.submit(fork, receivers[i])
+    for receiver in receivers:
+        assert len(receiver.wait()) == 1
+    loop.block_map()
+    assert loop._queued_at == {}

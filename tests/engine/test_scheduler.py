@@ -11,14 +11,11 @@ from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from ullage_engine.scheduler import MAX_PASSED_OVER
 
 
-def submit(engine: Any, name: str, prompt: list[int], count: int) -> list[TokenOutput]:
+def submit(engine: Any, name: str, prompt: list[int], count: int, fork_of: str | None = None) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
-    engine.add(
-        GenerationRequest(
-            request_id=name, prompt=tuple(prompt), sampling=SamplingParams(max_tokens=count, temperature=0)
-        ),
-        outputs.append,
-    )
+    sampling = SamplingParams(max_tokens=count, temperature=0)
+    request = GenerationRequest(request_id=name, prompt=tuple(prompt), sampling=sampling, fork_of=fork_of)
+    engine.add(request, outputs.append)
     return outputs
 
 
@@ -159,3 +156,97 @@ def test_outstanding_counts_what_admitted_work_may_still_ask_for(fake_engine: An
     assert engine.snapshot(None, draining=False).outstanding_blocks == 4
     engine.step()
     assert engine.snapshot(None, draining=False).outstanding_blocks == 3
+
+
+def test_forks_share_the_prompt_and_copy_its_tail(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=16, block_tokens=4, budget=32)
+    prompt = [1, 2, 3, 4, 1, 2]
+    outputs = [submit(engine, "r0", prompt, 5), *(submit(engine, f"r{i}", prompt, 5, "r0") for i in (1, 2))]
+    assert engine.snapshot(None, draining=False).waiting == 3
+    engine.step()
+    assert engine.pool.active == 2, "the prompt's two blocks are held once for all three"
+    assert [len(output) for output in outputs] == [1, 1, 1]
+    engine.step()
+    assert engine.pool.active == 4, "one full block shared, one tail each"
+    assert engine.tally.generated_tokens == 6
+    finish(engine)
+    for output in outputs:
+        assert [o.token for o in output] == expected_tokens(prompt, 5, 5)
+    assert outputs[1][0].cached_tokens == 6
+    assert engine.pool.active == 0
+
+
+@pytest.mark.parametrize("parent_ends", ["abort", "fail"])
+def test_forks_of_a_parent_that_ends_go_on_alone(fake_engine: Any, parent_ends: str) -> None:
+    def fail(chunk: Any) -> None:
+        if parent_ends == "fail" and chunk.sequence.request_id == "r0":
+            raise RuntimeError("boom")
+
+    engine, _ = fake_engine(blocks=16, block_tokens=4, budget=4, fail=fail)
+    submit(engine, "r0", [1] * 10, 5)
+    child = submit(engine, "r1", [1] * 10, 5, "r0")
+    engine.step()
+    engine.abort("r0")
+    finish(engine)
+    assert [o.token for o in child] == expected_tokens([1] * 10, 5, 5)
+
+
+def test_fork_of_another_prompt_or_of_a_parent_gone_is_an_ordinary_request(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=16, block_tokens=4)
+    submit(engine, "r0", [1] * 5, 3)
+    other = submit(engine, "r1", [2] * 5, 3, "r0")
+    orphan = submit(engine, "r2", [3] * 5, 3, "nobody")
+    finish(engine)
+    assert [o.token for o in other] == expected_tokens([2] * 5, 3, 5)
+    assert [o.token for o in orphan] == expected_tokens([3] * 5, 3, 5)
+
+
+def test_aborted_fork_leaves_its_siblings(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=16, block_tokens=4, budget=4)
+    submit(engine, "r0", [1] * 10, 3)
+    gone, stays = (submit(engine, f"r{i}", [1] * 10, 3, "r0") for i in (1, 2))
+    engine.step()
+    engine.abort("r1")
+    finish(engine)
+    assert not gone
+    assert len(stays) == 3
+
+
+def test_preemption_takes_the_one_that_costs_least(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=20, block_tokens=4, budget=64, first=4, recent=4)
+    for name, prompt in (("oldest", [1] * 8), ("evicted", [2] * 24), ("whole", [3] * 24)):
+        submit(engine, name, prompt, 20)
+    engine.step()
+    engine.step()
+    report = engine.evict(ratio=None, bytes_=4 * 32, dry_run=False)
+    assert report.sequences_touched == 2
+    from ullage_engine.scheduler import preemption_cost
+
+    costs = {s.request_id: preemption_cost(s, engine.pool) for s in engine.scheduler.running}
+    victim = engine.scheduler._victim()
+    assert victim.request_id != "oldest"
+    assert costs[victim.request_id] == min(costs["evicted"], costs["whole"])
+
+
+def test_four_long_runners_and_a_fifth_do_not_thrash(fake_engine: Any) -> None:
+    # scaled down from 4 x 100k tokens running at 90 % of the pool when a fifth arrives
+    engine, _ = fake_engine(blocks=112, block_tokens=4, budget=128, sequences=8, reuse=False)
+    outputs = [submit(engine, f"r{i}", [i] * 100, 12) for i in range(5)]
+    finish(engine)
+    assert [len(output) for output in outputs] == [12] * 5
+    assert engine.scheduler.tally.preemptions == 0
+
+
+def test_engine_that_can_never_move_again_ends_the_head(fake_engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from ullage_engine.engine import STALL_PASSES
+
+    engine, _ = fake_engine(blocks=4, block_tokens=4)
+    outputs = submit(engine, "r", [1] * 10, 2)
+    lost = engine.pool.allocate(3)  # blocks that nobody will ever give back
+    for _ in range(STALL_PASSES + 1):
+        engine.step()
+    assert outputs[-1].finish_reason == "error"
+    assert "no KV blocks became available" in (outputs[-1].error or "")
+    assert "no progress" in caplog.text
+    engine.pool.release(lost)
+    assert engine.idle

@@ -137,7 +137,7 @@ class Preparer:
             raise invalid(f"prompts times n is above {MAX_CHOICES}; send several requests", param="n")
         budgets = [self._budget(len(prompt), asked, default, param) for prompt in prompts]
         plans = [
-            self._plan(f"{call_id}-{at * choices + choice}", body, prompt, budget, logprobs, choice)
+            self._plan(f"{call_id}-{at * choices}", body, prompt, budget, logprobs, choice)
             for at, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
             for choice in range(choices)
         ]
@@ -152,13 +152,15 @@ class Preparer:
 
     def _plan(
         self,
-        request_id: str,
+        first_id: str,
         body: GenerationBody,
         prompt: Prompt,
         budget: int,
         logprobs: int | None,
         choice: int,
     ) -> Plan:
+        """One choice; all but the first are forks, so that the prompt is computed and kept once."""
+        request_id = f"{first_id}.{choice}" if choice else first_id
         sampling = SamplingParams(
             max_tokens=budget,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -168,7 +170,9 @@ class Preparer:
             logprobs=logprobs,
         )
         answer = Answer(self._codec, prompt=prompt, stops=body.stops, logprobs=logprobs is not None)
-        return Plan(GenerationRequest(request_id=request_id, prompt=prompt, sampling=sampling), answer)
+        fork_of = first_id if choice else None
+        request = GenerationRequest(request_id=request_id, prompt=prompt, sampling=sampling, fork_of=fork_of)
+        return Plan(request, answer)
 
 
 def _parts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
