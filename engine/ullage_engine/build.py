@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ullage_engine import models, sizing
+from ullage_engine import centring, models, sizing
 from ullage_engine.config import EngineConfig
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.errors import ConfigError, SizingError
 from ullage_engine.eviction import Protection
 from ullage_engine.layout import BlockStore, CacheLayout
 from ullage_engine.loop import EngineLoop, LoopLimits
+from ullage_engine.measure import measure_step
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,23 +53,51 @@ def build_engine(config: EngineConfig) -> LoadedEngine:
     folder = models.folder_for(source, config.cache_dir)
     models.check_architecture(folder)
     dtype = _dtype(config.dtype, device)
-    layout, blocks = _size(config, folder, dtype)
+    layout = _check_size(config, folder, dtype)
     loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
-    try:
-        store = BlockStore(layout, blocks, device)
-    except RuntimeError as error:
-        raise SizingError(
-            f"--kv-memory: allocating {blocks} blocks of {layout.block_bytes} bytes failed on {device}: {error}"
-        ) from error
+    store = _allocate(config, loaded, layout, device)
     loop = assemble(config, loaded, store, device)
     loop.start()
     return LoadedEngine(loop, loaded.tokenizer)
 
 
+def _allocate(
+    config: EngineConfig, loaded: models.LoadedModel, layout: CacheLayout, device: torch.device
+) -> BlockStore:
+    """The KV cache, sized after the largest step has been measured."""
+    activations = measure_step(
+        loaded.model, layout, tokens=config.max_batch_tokens, sequences=config.max_sequences, device=device
+    )
+    blocks = sizing.block_count(
+        layout,
+        kv_memory=config.kv_memory,
+        kv_fraction=config.kv_fraction,
+        weights=0,
+        activations=activations,
+        memory=sizing.read_memory(),
+    )
+    log.info("largest step takes %.1f MiB; KV cache of %d blocks", activations / sizing.MIB, blocks)
+    centre = centring.key_means(loaded.model) if config.kv_centring else None
+    try:
+        return BlockStore(layout, blocks, device, centre)
+    except RuntimeError as error:
+        raise SizingError(
+            f"--kv-memory: allocating {blocks} blocks of {layout.block_bytes} bytes failed on {device}: {error}"
+        ) from error
+
+
 def assemble(config: EngineConfig, loaded: models.LoadedModel, store: BlockStore, device: torch.device) -> EngineLoop:
     """Wire pool, scheduler, runner and loop around a loaded model; the loop is not started."""
     blocks = store.data.shape[0]
-    salt = f"{loaded.name}|{loaded.folder}|{config.kv_type}|{config.block_size}"
+    salt = "|".join(
+        (
+            loaded.name,
+            str(loaded.folder),
+            ",".join(cell.kind.name for cell in store.layout.cells),
+            f"{store.layout.block_tokens}/{store.layout.group_size}",
+            "" if store.centre is None else centring.fingerprint(store.centre),
+        )
+    )
     pool = BlockPool(blocks, config.block_size, PrefixIndex(salt, config.block_size))
     scheduler = Scheduler(
         pool,
@@ -87,15 +120,25 @@ def assemble(config: EngineConfig, loaded: models.LoadedModel, store: BlockStore
     return EngineLoop(engine, limits, _eos_tokens(loaded))
 
 
-def _size(config: EngineConfig, folder: Any, dtype: torch.dtype) -> tuple[CacheLayout, int]:
+def _check_size(config: EngineConfig, folder: Path, dtype: torch.dtype) -> CacheLayout:
+    """The layout, after an estimate from the model's config: refuses in a moment what can't work, before it loads."""
     from transformers import AutoConfig
 
     model = AutoConfig.from_pretrained(folder, local_files_only=True)
     shape = models.shape_of(model)
-    layout = CacheLayout(shape.layers, shape.kv_heads, shape.head_size, config.block_size, config.kv_type)
+    layout = CacheLayout(
+        shape.layers,
+        shape.kv_heads,
+        shape.head_size,
+        config.block_size,
+        config.kv_type,
+        config.kv_group,
+        dict.fromkeys(config.kv_bf16_layers, "bf16"),
+    )
     blocks = sizing.block_count(
         layout,
         kv_memory=config.kv_memory,
+        kv_fraction=config.kv_fraction,
         # weight files are bfloat16 as a rule; in float32 they take twice their size
         weights=models.weight_bytes(folder) * dtype.itemsize // 2,
         activations=sizing.activation_bytes(
@@ -108,7 +151,7 @@ def _size(config: EngineConfig, folder: Any, dtype: torch.dtype) -> tuple[CacheL
         memory=sizing.read_memory(),
     )
     _context(config, shape.max_positions, blocks * config.block_size)
-    return layout, blocks
+    return layout
 
 
 def _context(config: EngineConfig, positions: int, cache_tokens: int) -> int:

@@ -64,8 +64,16 @@ class EngineConfig:
     served_name: str | None = None
     """Name clients use; None: derived from `model`."""
     kv_memory: int | None = None
-    """Bytes of the KV cache; None: chosen from the memory free after the model is loaded."""
+    """Bytes of the KV cache; None: `kv_fraction`, or a share chosen from the memory left."""
+    kv_fraction: float | None = None
+    """In (0, 1): share for the KV cache of the memory left after weights and activations."""
     kv_type: KvType = "fp8"
+    kv_group: int | None = None
+    """Channels that share a scale; None: min(128, head size)."""
+    kv_bf16_layers: frozenset[int] = frozenset()
+    """Layers kept in bfloat16 whatever `kv_type` is."""
+    kv_centring: bool = False
+    """Leave each head's mean key out of the cache: for models with a strong constant in their keys."""
     block_size: BlockSize = 16
     """Tokens a block holds."""
     max_model_len: int | None = None
@@ -111,6 +119,7 @@ class EngineConfig:
     def _check_numbers(self) -> None:
         above_zero = {
             "--kv-memory": self.kv_memory,
+            "--kv-group": self.kv_group,
             "--max-model-len": self.max_model_len,
             "--max-batch-tokens": self.max_batch_tokens,
             "--max-sequences": self.max_sequences,
@@ -118,6 +127,12 @@ class EngineConfig:
         }
         for flag, value in above_zero.items():
             _require(value is None or value >= 1, flag, value, "give a number of at least 1")
+        _require(
+            self.kv_fraction is None or 0 < self.kv_fraction < 1,
+            "--kv-memory",
+            self.kv_fraction,
+            "give a share above 0% and below 100%",
+        )
         at_least_zero = {
             "--max-queue": self.max_queue,
             "--protected-tokens": self.protected_tokens,

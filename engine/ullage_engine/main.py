@@ -76,8 +76,15 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_cache_options(group: argparse._ArgumentGroup) -> None:
     defaults = EngineConfig(model="defaults")
-    group.add_argument("--kv-memory", metavar="SIZE", help="size of the KV cache, such as 48MiB")
+    group.add_argument(
+        "--kv-memory",
+        metavar="SIZE",
+        help="of the KV cache: 48MiB, or 60%% of what is left",
+    )
     group.add_argument("--kv-type", choices=KV_TYPES, default=defaults.kv_type, help="how keys and values are kept")
+    group.add_argument("--kv-group", type=_whole, metavar="N", help="channels that share a scale")
+    group.add_argument("--kv-bf16-layers", type=_numbers, default=frozenset(), metavar="N,…", help="layers in bf16")
+    group.add_argument("--kv-centring", action="store_true", help="leave each head's mean key out of the cache")
     group.add_argument("--block-size", type=_whole, choices=BLOCK_SIZES, default=defaults.block_size)
     for flag, default, text in (
         ("--max-batch-tokens", defaults.max_batch_tokens, "tokens computed in one step"),
@@ -122,6 +129,20 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _numbers(text: str) -> frozenset[int]:
+    return frozenset(_whole(part.strip()) for part in text.split(","))
+
+
+def _kv_size(text: str | None) -> dict[str, Any]:
+    """`kv_memory` or `kv_fraction` from the argument."""
+    if text is None or not text.strip().endswith("%"):
+        return {"kv_memory": None if text is None else parse_size(text, name="--kv-memory")}
+    try:
+        return {"kv_fraction": float(text.strip().removesuffix("%")) / 100}
+    except ValueError as error:
+        raise ConfigError(f"--kv-memory: {text!r} is no share; write a percentage such as 60%") from error
+
+
 def _seconds(text: str) -> float:
     try:
         return float(text)
@@ -133,8 +154,11 @@ def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model=parsed.model,
         served_name=parsed.served_name,
-        kv_memory=None if parsed.kv_memory is None else parse_size(parsed.kv_memory, name="--kv-memory"),
+        **_kv_size(parsed.kv_memory),
         kv_type=parsed.kv_type,
+        kv_group=parsed.kv_group,
+        kv_bf16_layers=parsed.kv_bf16_layers,
+        kv_centring=parsed.kv_centring,
         block_size=parsed.block_size,
         max_model_len=parsed.max_model_len,
         max_batch_tokens=parsed.max_batch_tokens,

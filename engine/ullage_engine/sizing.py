@@ -48,12 +48,22 @@ def activation_bytes(*, hidden: int, intermediate: int, vocabulary: int, tokens:
     return 4 * (tokens * (6 * hidden + 3 * intermediate) + 2 * sequences * vocabulary)
 
 
-def block_count(layout: CacheLayout, *, kv_memory: int | None, weights: int, activations: int, memory: Memory) -> int:
+def block_count(
+    layout: CacheLayout,
+    *,
+    kv_memory: int | None,
+    weights: int,
+    activations: int,
+    memory: Memory,
+    kv_fraction: float | None = None,
+) -> int:
     """Blocks to allocate.
 
     Args:
         kv_memory: bytes asked for; None: a share of what is left.
+        kv_fraction: that share; None: `DEFAULT_SHARE`, but never above `DEFAULT_CEILING`.
         weights: bytes still to be loaded.
+        activations: bytes that the largest step takes.
 
     Raises:
         SizingError: it does not fit.
@@ -64,7 +74,8 @@ def block_count(layout: CacheLayout, *, kv_memory: int | None, weights: int, act
             f"--model: weights {_mib(weights)} + activations {_mib(activations)} do not fit the "
             f"{_mib(memory.available)} that {memory.source} leaves; use a smaller model or raise the memory limit"
         )
-    wanted = kv_memory if kv_memory is not None else min(int(left * DEFAULT_SHARE), DEFAULT_CEILING)
+    share = min(int(left * DEFAULT_SHARE), DEFAULT_CEILING) if kv_fraction is None else int(left * kv_fraction)
+    wanted = share if kv_memory is None else kv_memory
     blocks, least = wanted // layout.block_bytes, MIN_BLOCKS * layout.block_bytes
     if blocks < MIN_BLOCKS:
         raise SizingError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,26 @@ def test_a_model_that_cannot_be_loaded_ends_in_one_line(capfd: pytest.CaptureFix
 
     assert main(["--model", "m", "--host", "127.0.0.1", "--port", "0"], build) == 2
     assert capfd.readouterr().err == "error: --model: 'm' cannot be read: no such file\n"
+
+
+def test_cache_settings_reach_the_engine() -> None:
+    flags = "--kv-memory 60% --kv-group 32 --kv-bf16-layers 0,29 --kv-centring"
+    config, _ = parse_arguments(["--model", "m", *flags.split()])
+    assert (config.kv_memory, config.kv_fraction, config.kv_group) == (None, 0.6, 32)
+    assert config.kv_bf16_layers == {0, 29}
+    assert config.kv_centring
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--kv-memory 0%", "--kv-memory: 0.0 cannot work; give a share above 0% and below 100%"),
+        ("--kv-memory 100%", "below 100%"),
+        ("--kv-memory x%", "'x%' is no share; write a percentage such as 60%"),
+        ("--kv-group 0", "--kv-group: 0 cannot work"),
+        ("--kv-bf16-layers 1,x", "'x' is not a whole number"),
+    ],
+)
+def test_bad_cache_settings(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_arguments(["--model", "m", *flags.split()])
