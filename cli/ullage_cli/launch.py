@@ -127,8 +127,8 @@ class Launcher:
     async def _replica(self, index: int, port: int) -> RunningReplica:
         name = f"{self._service.metadata.name}-{index}"
         admin = f"unix:{self._places.scratch / f'{index}.sock'}"
-        engine = await self._start(f"engine-{index}", self._programs.engine, self._engine_arguments(port, admin))
-        agent = await self._start(f"agent-{index}", self._programs.agent, self._agent_arguments(admin))
+        engine = self._start(f"engine-{index}", self._programs.engine, self._engine_arguments(port, admin))
+        agent = self._start(f"agent-{index}", self._programs.agent, self._agent_arguments(admin))
         agent_facts = await self._ready(agent, AGENT_START_S)
         engine_facts = await self._ready(engine, ENGINE_START_S)
         target = AgentTarget(
@@ -144,9 +144,9 @@ class Launcher:
             target=target,
         )
 
-    async def _start(self, name: str, program: Sequence[str], arguments: Sequence[str]) -> Child:
+    def _start(self, name: str, program: Sequence[str], arguments: Sequence[str]) -> Child:
         log = self._places.logs / f"{name}.log"
-        return await self._supervisor.start(ChildSpec(name=name, argv=(*program, *arguments), log=log))
+        return self._supervisor.start(ChildSpec(name=name, argv=(*program, *arguments), log=log))
 
     async def _ready(self, child: Child, timeout_s: float) -> dict[str, Any]:
         waiting = asyncio.create_task(child.ready(timeout_s), name=f"{child.name} ready")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -66,6 +67,10 @@ class Tally:
         self.abandoned = 0
 
 
+class _Hopeless(Exception):
+    pass
+
+
 class DemoLoad:
     """Runs the phases once. `phase` and `tally` may be read at any time."""
 
@@ -91,6 +96,8 @@ class DemoLoad:
                 await self._hold(before)
                 await self._ease_off()
                 await self._idle()
+        except _Hopeless:
+            self._give_up(f"{self.tally.failed} requests failed, the first because of: {self.tally.failures[0]}")
         except TimeoutError:
             self._give_up(f"not done after {self._plan.total_s:g} s, in phase {self.phase!r}")
             await self._drop_unfinished()
@@ -184,9 +191,12 @@ class DemoLoad:
         for task in [task for task in self._in_flight if task.done()]:
             self._in_flight.remove(task)
             self.tally.count(task.result())
+        if self.tally.failed >= self._plan.max_failed:
+            raise _Hopeless
 
     async def _drop_unfinished(self) -> None:
-        self._collect()
+        with suppress(_Hopeless):
+            self._collect()
         for task in self._in_flight:
             task.cancel()
             self.tally.abandoned += 1

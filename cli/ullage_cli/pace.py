@@ -58,6 +58,8 @@ class LoadPlan:
     """How long the load stays up to see a remediation through."""
     total_s: float = 170.0
     """The load is given up after this."""
+    max_failed: int = 3
+    """Nor does it go on after so many failed requests: something is broken, and more of it says nothing new."""
 
 
 def projected_blocks(plan: LoadPlan, question: Question, block_tokens: int) -> int:

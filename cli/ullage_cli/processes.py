@@ -11,8 +11,11 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ from .errors import ChildDied, InputError
 
 READY_PREFIX = "ready: "
 ERROR_PREFIX = "error: "
+_LOG_PREFIX = re.compile(r"^[0-9-]{10}[ T]\S+ (?:DEBUG|INFO|WARNING|ERROR) (?:\S+: )?")
 _KEPT_LINES = 20
 _SHOWN_LINES = 3
 _REFUSED = 2
@@ -44,7 +48,8 @@ class ChildSpec:
 class Child:
     """One started child process and what it has printed."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, spec: ChildSpec, process: subprocess.Popen[bytes]) -> None:
+        """Take charge of a process whose output comes through a pipe; a loop must be running."""
         self.name = spec.name
         self.log = spec.log
         self.pid = process.pid
@@ -56,8 +61,8 @@ class Child:
 
     @property
     def last_line(self) -> str:
-        """The newest thing it printed, for a progress display."""
-        return self.lines[-1] if self.lines else ""
+        """The newest thing it printed, for a progress display: without time, level and logger."""
+        return _LOG_PREFIX.sub("", self.lines[-1]) if self.lines else ""
 
     async def ready(self, timeout_s: float) -> dict[str, Any]:
         """The JSON of its `ready:` line.
@@ -102,15 +107,23 @@ class Child:
         await self.ended
 
     async def _end(self) -> int:
-        status = await self._process.wait()
-        self.kill()  # what it started and left behind
+        status = await _exit_of(self._process)
+        self.kill()  # what it started and left behind, which may hold the pipe open
         await asyncio.wait((self._output,), timeout=_DRAIN_S)
         self._output.cancel()
         return status
 
     async def _read_output(self, log: Path) -> None:
-        stream = self._process.stdout
-        assert stream is not None, "started with a pipe"  # noqa: S101 - an invariant of Supervisor.start
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), self._process.stdout
+        )
+        try:
+            await self._copy_output(stream, log)
+        finally:
+            transport.close()
+
+    async def _copy_output(self, stream: asyncio.StreamReader, log: Path) -> None:
         partial = b""
         with log.open("wb") as file:
             while chunk := await stream.read(65536):
@@ -146,8 +159,8 @@ class Supervisor:
     ) -> None:
         await self.stop()
 
-    async def start(self, spec: ChildSpec) -> Child:
-        """Start a child; it is watched from here on.
+    def start(self, spec: ChildSpec) -> Child:
+        """Start a child; it is watched from here on. Never waits, so that no cancellation can lose the child.
 
         Raises:
             InputError: the log cannot be written.
@@ -158,12 +171,12 @@ class Supervisor:
                 spec.log.replace(spec.log.with_suffix(".old"))
         except OSError as error:
             raise InputError(f"--state-dir: cannot write {spec.log}: {error.strerror}") from error
-        process = await asyncio.create_subprocess_exec(
-            *leashed(spec.argv),
+        process = subprocess.Popen(  # noqa: S603 - no shell; the arguments are ours and the manifest's
+            leashed(spec.argv),
             env={**os.environ, **spec.env},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         child = Child(spec, process)
@@ -195,6 +208,19 @@ class Supervisor:
 def leashed(argv: Sequence[str]) -> tuple[str, ...]:
     """The command that runs `argv` so that it dies with this process."""
     return (sys.executable, "-I", "-S", str(Path(leash.__file__)), str(os.getpid()), *argv)
+
+
+async def _exit_of(process: subprocess.Popen[bytes]) -> int:
+    """The status of a process when it ends, whoever still holds its pipes (asyncio's own waits for those)."""
+    loop = asyncio.get_running_loop()
+    exited: asyncio.Future[int] = loop.create_future()
+
+    def wait() -> None:
+        status = process.wait()
+        loop.call_soon_threadsafe(lambda: exited.done() or exited.set_result(status))
+
+    threading.Thread(target=wait, name=f"waits for {process.pid}", daemon=True).start()
+    return await exited
 
 
 def _append(file: IO[bytes], chunk: bytes) -> None:

@@ -149,10 +149,13 @@ class Pool:
         self.readings = 0
         self.asked: list[Question] = []
         self.fail_after: int | None = None
+        self.fail_once_at: int | None = None
 
     async def ask(self, question: Question) -> Answer:
         self.asked.append(question)
         if self.fail_after is not None and len(self.asked) > self.fail_after:
+            return Answer(failure="HTTP 500: broken")
+        if len(self.asked) == self.fail_once_at:
             return Answer(failure="HTTP 500: broken")
         if question.max_tokens > 50:
             ended = asyncio.get_running_loop().create_future()
@@ -213,15 +216,25 @@ async def drain_when_easing(load: DemoLoad, pool: Pool) -> None:
             pool.live.popitem()[0].set_result(None)
 
 
-async def test_failures_are_counted_and_named() -> None:
+async def test_failures_are_counted_and_named_and_soon_enough_is_enough() -> None:
     pool = Pool()
     pool.fail_after = 3
-    load = DemoLoad(pool, pool, LoadPlan(ramp_s=5), ticking())
+    load = DemoLoad(pool, pool, LoadPlan(), ticking())
     await asyncio.wait_for(load.run(), 30)
-    assert load.tally.ok == 3
-    assert load.tally.failed == len(pool.asked) - 3 > 0
+    assert (load.tally.ok, load.tally.failed) == (3, 3)
     assert set(load.tally.failures) == {"HTTP 500: broken"}
-    assert load.gave_up == "risk stayed below 85 for 5 s"
+    assert load.gave_up == "3 requests failed, the first because of: HTTP 500: broken"
+
+
+async def test_one_failure_does_not_end_the_load() -> None:
+    pool = Pool(hold_back=True)
+    pool.fail_once_at = 2
+    load = DemoLoad(pool, pool, LoadPlan(ramp_s=1), ticking())
+    finish = asyncio.create_task(drain_when_easing(load, pool))
+    await asyncio.wait_for(load.run(), 30)
+    finish.cancel()
+    assert load.tally.failed == 1
+    assert load.tally.ok == len(pool.asked) - 1 > 2
 
 
 async def test_a_load_that_cannot_reach_the_risk_gives_up_and_stays_within_the_pool() -> None:

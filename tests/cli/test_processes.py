@@ -40,17 +40,25 @@ def alive(pid: int) -> bool:
 
 async def test_ready_line_is_read_and_everything_is_logged(tmp_path: Path) -> None:
     async with Supervisor() as supervisor:
-        child = await supervisor.start(spec(tmp_path, 'print("loading", flush=True); ' + READY_THEN_WAIT))
+        child = supervisor.start(spec(tmp_path, 'print("loading", flush=True); ' + READY_THEN_WAIT))
         assert await child.ready(30) == {"port": 7}
         assert child.last_line == "loading"
     assert child.log.read_text() == 'loading\nready: {"port": 7}\n'
     assert not alive(child.pid)
 
 
+async def test_progress_is_shown_without_the_logs_prefix(tmp_path: Path) -> None:
+    code = "print('2026-01-01 10:00:00,123 INFO ullage_engine.models: converting a: b')"
+    async with Supervisor() as supervisor:
+        child = supervisor.start(spec(tmp_path, code))
+        await child.ended
+        assert child.last_line == "converting a: b"
+
+
 async def test_the_log_of_the_run_before_is_kept(tmp_path: Path) -> None:
     for text in ("first", "second"):
         async with Supervisor() as supervisor:
-            child = await supervisor.start(spec(tmp_path, f'print("{text}")'))
+            child = supervisor.start(spec(tmp_path, f'print("{text}")'))
             await child.ended
     assert child.log.read_text() == "second\n"
     assert child.log.with_suffix(".old").read_text() == "first\n"
@@ -58,7 +66,7 @@ async def test_the_log_of_the_run_before_is_kept(tmp_path: Path) -> None:
 
 async def test_early_death_tells_the_last_lines(tmp_path: Path) -> None:
     async with Supervisor() as supervisor:
-        child = await supervisor.start(spec(tmp_path, 'print("one\\ntwo"); raise SystemExit("three")'))
+        child = supervisor.start(spec(tmp_path, 'print("one\\ntwo"); raise SystemExit("three")'))
         with pytest.raises(ChildDied) as caught:
             await child.ready(30)
     assert str(caught.value) == f"child ended with status 1: one | two | three (log: {child.log})"
@@ -67,7 +75,7 @@ async def test_early_death_tells_the_last_lines(tmp_path: Path) -> None:
 async def test_a_refusal_is_passed_through(tmp_path: Path) -> None:
     code = 'import sys; print("error: --kv-memory 1KiB is too small", file=sys.stderr); sys.exit(2)'
     async with Supervisor() as supervisor:
-        child = await supervisor.start(spec(tmp_path, code, "engine-0"))
+        child = supervisor.start(spec(tmp_path, code, "engine-0"))
         with pytest.raises(InputError, match=r"^engine-0: --kv-memory 1KiB is too small$"):
             await child.ready(30)
 
@@ -75,14 +83,14 @@ async def test_a_refusal_is_passed_through(tmp_path: Path) -> None:
 async def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     async with Supervisor() as supervisor:
         missing = ChildSpec(name="engine-0", argv=("/nowhere/ullage-engine",), log=tmp_path / "e.log")
-        child = await supervisor.start(missing)
+        child = supervisor.start(missing)
         with pytest.raises(ChildDied, match="cannot start /nowhere/ullage-engine: No such file"):
             await child.ready(30)
 
 
 async def test_a_killed_child_is_reported_by_its_signal(tmp_path: Path) -> None:
     async with Supervisor() as supervisor:
-        child = await supervisor.start(spec(tmp_path, READY_THEN_WAIT))
+        child = supervisor.start(spec(tmp_path, READY_THEN_WAIT))
         await child.ready(30)
         os.kill(child.pid, signal.SIGKILL)
         assert str(await supervisor.first_death()).startswith("child was killed by signal 9: ")
@@ -90,21 +98,21 @@ async def test_a_killed_child_is_reported_by_its_signal(tmp_path: Path) -> None:
 
 async def test_silence_is_bounded(tmp_path: Path) -> None:
     async with Supervisor() as supervisor:
-        child = await supervisor.start(spec(tmp_path, "import time; time.sleep(600)"))
+        child = supervisor.start(spec(tmp_path, "import time; time.sleep(600)"))
         with pytest.raises(TimeoutError, match=r"child was not ready within 0\.05 s"):
             await child.ready(0.05)
 
 
 async def test_stopping_escalates_to_a_kill(tmp_path: Path) -> None:
     async with Supervisor(grace_s=0.1) as supervisor:
-        child = await supervisor.start(spec(tmp_path, STUBBORN))
+        child = supervisor.start(spec(tmp_path, STUBBORN))
         await child.ready(30)
     assert child.ended.result() == -signal.SIGKILL
 
 
-async def test_grandchildren_go_too(tmp_path: Path) -> None:
-    async with Supervisor() as supervisor:
-        child = await supervisor.start(spec(tmp_path, WITH_GRANDCHILD))
+async def test_grandchildren_go_too_and_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    async with Supervisor(grace_s=600) as supervisor:
+        child = supervisor.start(spec(tmp_path, WITH_GRANDCHILD))
         await child.ready(30)
         grandchild = int(child.last_line.split()[1])
         assert alive(grandchild)
@@ -113,7 +121,7 @@ async def test_grandchildren_go_too(tmp_path: Path) -> None:
 
 async def test_cancelled_while_stopping_still_leaves_nothing(tmp_path: Path) -> None:
     supervisor = Supervisor(grace_s=600)
-    child = await supervisor.start(spec(tmp_path, STUBBORN))
+    child = supervisor.start(spec(tmp_path, STUBBORN))
     await child.ready(30)
     stopping = asyncio.create_task(supervisor.stop())
     await asyncio.sleep(0)
@@ -130,7 +138,7 @@ from ullage_cli.processes import ChildSpec, Supervisor
 async def main():
     async with Supervisor() as supervisor:
         for name in ("a", "b"):
-            child = await supervisor.start(ChildSpec(
+            child = supervisor.start(ChildSpec(
                 name=name, argv=(sys.executable, "-c", {code!r}), log=pathlib.Path({folder!r}) / name))
             await child.ready(60)
             print(child.pid, flush=True)
@@ -168,7 +176,7 @@ async def test_output_in_pieces_is_read_by_lines(tmp_path: Path, cut: int) -> No
             os.write(1, text[start:start + {cut}])
     """)
     async with Supervisor() as supervisor:
-        child = await supervisor.start(spec(tmp_path, code))
+        child = supervisor.start(spec(tmp_path, code))
         await child.ended
         assert await child.ready(30) == {"port": 1}
         assert list(child.lines) == ["progress 1", "progress 2", "after"]

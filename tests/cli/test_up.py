@@ -294,11 +294,11 @@ async def test_an_engine_that_dies_later_ends_the_run_with_its_last_words(place:
 
 async def test_failed_requests_are_counted_named_and_set_the_status(place: Place) -> None:
     async with driving(place, "break", "--demo-load") as run:
-        await run.until("failed 2")
-        run.process.send_signal(signal.SIGINT)
         assert await run.end() == 1
-    assert run.result["requests_failed"] >= 2
+        errors = await run.errors()
+    assert run.result["requests_failed"] >= 3
     assert any("HTTP 500" in line and "broken on purpose" in line for line in run.lines)
+    assert errors.startswith(f"error: {run.result['requests_failed']} requests failed, the first because of: HTTP 500")
 
 
 async def test_two_runs_do_not_share_a_state_folder(place: Place) -> None:
