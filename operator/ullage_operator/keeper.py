@@ -70,6 +70,7 @@ class Keeper:
         self._status: ServiceStatus | None = None
         self._children: Reconciled | None = None
         self._problem: str | None = None
+        self._invalid = False
         self._sweeper: Sweeper | None = None
         self._records: ClusterRecords | None = None
         self._last_decision: Decision | None = None
@@ -120,8 +121,9 @@ class Keeper:
             if not await self._refresh():
                 return False
             self._reconciled_at = time.monotonic()
-        if self._service is not None:
-            await self._write_status(await self._sweep())
+        sweep = await self._sweep()
+        if not self._invalid:
+            await self._write_status(sweep)
         return True
 
     async def _refresh(self) -> bool:
@@ -141,6 +143,7 @@ class Keeper:
         return True
 
     async def _reconcile(self, service: InferenceService) -> None:
+        self._invalid = False
         before = self._children.credentials if self._children else None
         problem = None
         try:
@@ -158,8 +161,8 @@ class Keeper:
         self._service = service
 
     async def _refuse(self, obj: Object, problem: str) -> None:
-        """The spec cannot be used: say so, leave what runs alone."""
-        self._service = self._sweeper = None
+        """The spec cannot be used: say so, leave what runs alone, and go on guarding it under the last good spec."""
+        self._invalid = True
         self._office.metrics.errors.labels(kind="invalid").inc()
         generation = obj["metadata"].get("generation")
         status = invalid_status(self._status, generation=generation, problem=problem, now=self._office.clock())

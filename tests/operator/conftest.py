@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,57 @@ async def start_agent(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[R
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(trust_env=False) as made:
         yield made
+
+
+@dataclass
+class MemoryCluster:
+    """The calls of `kube.Cluster` on a dictionary. `failures` are raised by the next calls, one each."""
+
+    objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    failures: list[Exception] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    created: list[dict[str, Any]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        if self.failures:
+            raise self.failures.pop(0)
+        return copy.deepcopy(self.objects.get((kind, name)))
+
+    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[dict[str, Any]]:
+        if self.failures:
+            raise self.failures.pop(0)
+        return [copy.deepcopy(obj) for (found, _), obj in self.objects.items() if found == kind]
+
+    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self.objects[obj["kind"], obj["metadata"]["name"]] = copy.deepcopy(obj)
+        self._note(obj["kind"])
+        return obj
+
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self.created.append(obj)
+        return obj
+
+    async def write_status(self, kind: str, namespace: str, name: str, status: Any) -> dict[str, Any]:
+        obj = self.objects[kind, name]
+        obj["status"] = {k: v for k, v in status.items() if v is not None}
+        self._note(f"{kind}.status")
+        return obj
+
+    async def delete(self, kind: str, namespace: str, name: str) -> None:
+        self.objects.pop((kind, name), None)
+
+    def _note(self, what: str) -> None:
+        self.written.append(what)
+        self.changed.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+def cluster() -> MemoryCluster:
+    return MemoryCluster()

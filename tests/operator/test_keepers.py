@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -21,64 +20,10 @@ from ullage_operator.metrics import Metrics
 KEY = ServiceKey("prod", "web")
 
 
-@dataclass
-class MemoryCluster:
-    """The calls of `kube.Cluster` on a dictionary. `failures` are raised by the next calls, one each."""
-
-    objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    failures: list[Exception] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)
-    created: list[dict[str, Any]] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
-        if self.failures:
-            raise self.failures.pop(0)
-        return copy.deepcopy(self.objects.get((kind, name)))
-
-    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[dict[str, Any]]:
-        if self.failures:
-            raise self.failures.pop(0)
-        return [copy.deepcopy(obj) for (found, _), obj in self.objects.items() if found == kind]
-
-    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
-        self.objects[obj["kind"], obj["metadata"]["name"]] = copy.deepcopy(obj)
-        self._note(obj["kind"])
-        return obj
-
-    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
-        self.created.append(obj)
-        return obj
-
-    async def write_status(self, kind: str, namespace: str, name: str, status: Any) -> dict[str, Any]:
-        obj = self.objects[kind, name]
-        obj["status"] = {k: v for k, v in status.items() if v is not None}
-        self._note(f"{kind}.status")
-        return obj
-
-    async def delete(self, kind: str, namespace: str, name: str) -> None:
-        self.objects.pop((kind, name), None)
-
-    def _note(self, what: str) -> None:
-        self.written.append(what)
-        self.changed.set()
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not holds():
-                self.changed.clear()
-                await self.changed.wait()
-
-
 @pytest.fixture
-def cluster() -> MemoryCluster:
-    return MemoryCluster()
-
-
-@pytest.fixture
-async def keepers(cluster: MemoryCluster, session: Any, build: Any) -> AsyncIterator[Keepers]:
-    office = Office(
-        cluster=cluster,  # type: ignore[arg-type]
+def office(cluster: Any, session: Any, build: Any) -> Office:
+    return Office(
+        cluster=cluster,
         session=session,
         images=Images(engine="e", agent="a"),
         metrics=Metrics(CollectorRegistry()),
@@ -86,6 +31,10 @@ async def keepers(cluster: MemoryCluster, session: Any, build: Any) -> AsyncIter
         limiter=asyncio.Semaphore(4),
         sweep_seconds=0.01,
     )
+
+
+@pytest.fixture
+async def keepers(office: Office) -> AsyncIterator[Keepers]:
     made = Keepers(office)
     yield made
     await made.close()
@@ -97,11 +46,11 @@ def stored(build: Any, **metadata: Any) -> dict[str, Any]:
     return manifest
 
 
-def applied(cluster: MemoryCluster) -> bool:
+def applied(cluster: Any) -> bool:
     return "Deployment" in cluster.written and "InferenceService.status" in cluster.written
 
 
-async def test_a_service_is_kept_once(cluster: MemoryCluster, keepers: Keepers, build: Any) -> None:
+async def test_a_service_is_kept_once(cluster: Any, keepers: Keepers, build: Any) -> None:
     cluster.objects["InferenceService", "web"] = stored(build)
     for _ in range(3):
         keepers.service_seen("ADDED", stored(build))
@@ -109,7 +58,7 @@ async def test_a_service_is_kept_once(cluster: MemoryCluster, keepers: Keepers, 
     assert cluster.written.count("Deployment") == 1
 
 
-async def test_a_patrol_finds_what_no_event_told_of(cluster: MemoryCluster, keepers: Keepers, build: Any) -> None:
+async def test_a_patrol_finds_what_no_event_told_of(cluster: Any, keepers: Keepers, build: Any) -> None:
     cluster.objects["InferenceService", "web"] = stored(build)
     cluster.failures.append(ClusterError("HTTP 500", status=500))
     patrol = asyncio.create_task(keepers.patrol(["prod"], every_s=0.01))
@@ -120,7 +69,7 @@ async def test_a_patrol_finds_what_no_event_told_of(cluster: MemoryCluster, keep
 
 @pytest.mark.parametrize("failure", [ClusterError("HTTP 500", status=500), RuntimeError("a bug")])
 async def test_a_failed_round_is_tried_again(
-    cluster: MemoryCluster, keepers: Keepers, build: Any, failure: Exception, caplog: pytest.LogCaptureFixture
+    cluster: Any, keepers: Keepers, build: Any, failure: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.objects["InferenceService", "web"] = stored(build)
     cluster.failures.append(failure)
@@ -129,7 +78,7 @@ async def test_a_failed_round_is_tried_again(
     assert str(failure) in caplog.text
 
 
-async def test_a_new_generation_and_a_child_s_change_wake(cluster: MemoryCluster, keepers: Keepers, build: Any) -> None:
+async def test_a_new_generation_and_a_child_s_change_wake(cluster: Any, keepers: Keepers, build: Any) -> None:
     cluster.objects["InferenceService", "web"] = stored(build)
     keepers.service_seen("ADDED", stored(build))
     await cluster.until(lambda: cluster.written.count("Deployment") == 1)
@@ -145,7 +94,7 @@ async def test_a_new_generation_and_a_child_s_change_wake(cluster: MemoryCluster
 
 
 async def test_a_deleted_service_s_keeper_ends_and_one_that_comes_back_is_kept_again(
-    cluster: MemoryCluster, keepers: Keepers, build: Any
+    cluster: Any, keepers: Keepers, build: Any
 ) -> None:
     cluster.objects["InferenceService", "web"] = stored(build)
     keepers.service_seen("ADDED", stored(build))
@@ -162,7 +111,7 @@ async def test_a_deleted_service_s_keeper_ends_and_one_that_comes_back_is_kept_a
     assert cluster.objects["Deployment", "web"]["metadata"]["ownerReferences"][0]["uid"] == "uid-2"
 
 
-async def test_credentials_are_kept_over_passes(cluster: MemoryCluster, keepers: Keepers, build: Any) -> None:
+async def test_credentials_are_kept_over_passes(cluster: Any, keepers: Keepers, build: Any) -> None:
     cluster.objects["InferenceService", "web"] = stored(build)
     keepers.service_seen("ADDED", stored(build))
     await cluster.until(lambda: applied(cluster))
@@ -176,6 +125,30 @@ async def test_credentials_are_kept_over_passes(cluster: MemoryCluster, keepers:
     renewed = cluster.objects["Secret", "web-agent"]["data"]
     assert renewed["tls.crt"] != secret["data"]["tls.crt"]
     assert renewed["token"] == secret["data"]["token"]
+
+
+async def test_an_invalid_spec_stops_changes_but_not_the_guard(
+    cluster: Any, keepers: Keepers, office: Office, build: Any
+) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    invalid = stored(build, generation=4)
+    invalid["spec"]["replicas"] = {"min": 1, "max": 1, "desired": 2}
+    cluster.objects["InferenceService", "web"] = invalid
+    keepers.service_seen("MODIFIED", invalid)
+    await cluster.until(lambda: invalid.get("status", {}).get("phase") == "Invalid")
+    before = _sweeps(office)
+    cluster.written.clear()
+    async with asyncio.timeout(20):
+        while _sweeps(office) < before + 3:  # noqa: ASYNC110  sweeps are counted, not signalled
+            await asyncio.sleep(0.01)
+    assert cluster.written == []
+    assert cluster.objects["Deployment", "web"]["spec"]["replicas"] == 1
+
+
+def _sweeps(office: Office) -> float:
+    return office.metrics.registry.get_sample_value("ullage_operator_sweep_seconds_count") or 0.0
 
 
 async def _until_ended(keepers: Keepers) -> None:
