@@ -215,9 +215,12 @@ async def _exit_of(process: subprocess.Popen[bytes]) -> int:
     loop = asyncio.get_running_loop()
     exited: asyncio.Future[int] = loop.create_future()
 
+    def tell(status: int) -> None:
+        if not exited.done():
+            exited.set_result(status)
+
     def wait() -> None:
-        status = process.wait()
-        loop.call_soon_threadsafe(lambda: exited.done() or exited.set_result(status))
+        loop.call_soon_threadsafe(tell, process.wait())
 
     threading.Thread(target=wait, name=f"waits for {process.pid}", daemon=True).start()
     return await exited
