@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import json
+import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,8 @@ from processes import Program, http_get, metric
 pytestmark = pytest.mark.envtest
 
 EVICTED = 'ullage_agent_actions_total{action="evict",outcome="Succeeded"}'
+POOL = 12
+"""Namespaces for the tests that share an operator."""
 FULL = {"pool": {"total": 100, "hot": 100, "peak": 0}}
 SETTINGS = {"settleSeconds": 0.2, "evict": {"cooldownSeconds": 0.2}, "staleAfterPolls": 20}
 
@@ -86,62 +90,92 @@ def engine(kubectl: Kubectl, tmp_path: Path, port: int, scenario: dict[str, Any]
         yield agent
 
 
+@pytest.fixture(scope="module")
+def pool(admin: Kubectl) -> Iterator[Kubectl]:
+    """Fresh namespaces, made before the operator that serves them all."""
+    names = [f"pool-{secrets.token_hex(4)}" for _ in range(POOL)]
+    for name in names:
+        admin.run("create", "namespace", name)
+    return iter([admin.within(name) for name in names])
+
+
+@pytest.fixture(scope="module")
+def shared(
+    operator_kubeconfig: Path, pool: Iterator[Kubectl], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Program]:
+    """One operator for all namespaces of the pool."""
+    with Program(
+        "ullage_operator.main",
+        [
+            f"--kubeconfig={operator_kubeconfig}",
+            "--http-host=127.0.0.1",
+            "--http-port=0",
+            "--sweep-seconds=0.2",
+            *(f"--namespace={kubectl.namespace}" for kubectl in copy.copy(pool)),
+        ],
+        tmp_path_factory.mktemp("shared") / "operator.log",
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def pooled(shared: Program, pool: Iterator[Kubectl]) -> Kubectl:
+    """kubectl in a namespace of this test alone, served by the shared operator."""
+    return next(pool)
+
+
 def finished(kubectl: Kubectl) -> list[dict[str, Any]]:
     ends = {"Succeeded", "Ineffective", "Failed", "Expired"}
     return [r for r in kubectl.list("remed") if r.get("status", {}).get("phase") in ends]
 
 
-def test_children_appear_and_status_says_so(operator: Any, kubectl: Kubectl) -> None:
-    with operator() as running:
-        kubectl.apply(service())
-        eventually("the children", lambda: all_children(kubectl))
-        eventually("a status", lambda: condition(kubectl, "Progressing").get("reason") == "WaitingForEngines")
-        assert condition(kubectl, "Ready")["reason"] == "NoneReady"
-        table = kubectl.run("get", "infsvc")
-        assert table.split()[:6] == ["NAME", "PHASE", "READY", "REPLICAS", "RISK", "TERM"]
-        assert "Pending" in table
-        kubectl.run("get", "ullage")
-        assert http_get(f"{running.facts['http']}/readyz") == "ok\n"
-        assert metric(http_get(f"{running.facts['http']}/metrics"), "ullage_operator_services") == 1
+def test_children_appear_and_status_says_so(shared: Program, pooled: Kubectl) -> None:
+    pooled.apply(service())
+    eventually("the children", lambda: all_children(pooled))
+    eventually("a status", lambda: condition(pooled, "Progressing").get("reason") == "WaitingForEngines")
+    assert condition(pooled, "Ready")["reason"] == "NoneReady"
+    table = pooled.run("get", "infsvc")
+    assert table.split()[:6] == ["NAME", "PHASE", "READY", "REPLICAS", "RISK", "TERM"]
+    assert "Pending" in table
+    pooled.run("get", "ullage")
+    assert http_get(f"{shared.facts['http']}/readyz") == "ok\n"
+    assert metric(http_get(f"{shared.facts['http']}/metrics"), "ullage_operator_services") >= 1
 
 
-def test_scale_subresource_sets_the_deployment(operator: Any, kubectl: Kubectl) -> None:
-    with operator():
-        kubectl.apply(service(replicas={"min": 1, "max": 3}))
-        eventually("the children", lambda: all_children(kubectl))
-        kubectl.run("scale", "infsvc/web", "--replicas=3")
-        eventually("three replicas", lambda: (kubectl.get("deployment", "web") or {})["spec"]["replicas"] == 3)
+def test_scale_subresource_sets_the_deployment(pooled: Kubectl) -> None:
+    pooled.apply(service(replicas={"min": 1, "max": 3}))
+    eventually("the children", lambda: all_children(pooled))
+    pooled.run("scale", "infsvc/web", "--replicas=3")
+    eventually("three replicas", lambda: (pooled.get("deployment", "web") or {})["spec"]["replicas"] == 3)
 
 
-def test_what_breaks_is_repaired(operator: Any, kubectl: Kubectl) -> None:
-    with operator():
-        kubectl.apply(service())
-        first = eventually("the children", lambda: all_children(kubectl))
-        kubectl.run("delete", "service", "web")
-        kubectl.run("delete", "secret", "web-agent")
-        image = '[{"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "other"}]'
-        kubectl.run("patch", "deployment", "web", "--type=json", "-p", image)
+def test_what_breaks_is_repaired(pooled: Kubectl) -> None:
+    pooled.apply(service())
+    first = eventually("the children", lambda: all_children(pooled))
+    pooled.run("delete", "service", "web")
+    pooled.run("delete", "secret", "web-agent")
+    image = '[{"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "other"}]'
+    pooled.run("patch", "deployment", "web", "--type=json", "-p", image)
 
-        def repaired() -> bool:
-            now = all_children(kubectl)
-            deployment = kubectl.get("deployment", "web") or {}
-            restored = deployment["spec"]["template"]["spec"]["containers"][0]["image"].startswith("ullage-engine")
-            return now is not None and restored and all(now[k] != first[k] for k in ("service", "secret"))
+    def repaired() -> bool:
+        now = all_children(pooled)
+        deployment = pooled.get("deployment", "web") or {}
+        restored = deployment["spec"]["template"]["spec"]["containers"][0]["image"].startswith("ullage-engine")
+        return now is not None and restored and all(now[k] != first[k] for k in ("service", "secret"))
 
-        eventually("the repair", repaired, within_s=20)
-        assert children(kubectl)["deployment"] == first["deployment"]
+    eventually("the repair", repaired, within_s=20)
+    assert children(pooled)["deployment"] == first["deployment"]
 
 
-def test_deleting_takes_everything_though_no_agent_answers(operator: Any, kubectl: Kubectl) -> None:
-    with operator():
-        kubectl.apply(service(agent={"actionPort": free_port(), "pollSeconds": 0.1}))
-        eventually("the children", lambda: all_children(kubectl))
-        pod = eventually("a pod", lambda: kubectl.list("pod"))[0]
-        kubectl.patch_status("pod", pod["metadata"]["name"], {"phase": "Running", "podIP": "127.0.0.1"})
-        eventually("the silence", lambda: condition(kubectl, "EngineReachable").get("status") == "False")
-        assert condition(kubectl, "RiskHigh")["status"] == "Unknown"
-        kubectl.run("delete", "infsvc", "web", "--timeout=10s")
-        eventually("nothing left", lambda: not children(kubectl))
+def test_deleting_takes_everything_though_no_agent_answers(pooled: Kubectl) -> None:
+    pooled.apply(service(agent={"actionPort": free_port(), "pollSeconds": 0.1}))
+    eventually("the children", lambda: all_children(pooled))
+    pod = eventually("a pod", lambda: pooled.list("pod"))[0]
+    pooled.patch_status("pod", pod["metadata"]["name"], {"phase": "Running", "podIP": "127.0.0.1"})
+    eventually("the silence", lambda: condition(pooled, "EngineReachable").get("status") == "False")
+    assert condition(pooled, "RiskHigh")["status"] == "Unknown"
+    pooled.run("delete", "infsvc", "web", "--timeout=10s")
+    eventually("nothing left", lambda: not children(pooled))
 
 
 def test_deleting_works_without_an_operator(operator: Any, kubectl: Kubectl) -> None:
@@ -155,72 +189,66 @@ def test_deleting_works_without_an_operator(operator: Any, kubectl: Kubectl) -> 
         eventually("the children anew", lambda: all_children(kubectl))
 
 
-def test_an_invalid_spec_is_said_and_mended(operator: Any, kubectl: Kubectl, control_plane: Any) -> None:
+def test_an_invalid_spec_is_said_and_mended(pooled: Kubectl, control_plane: Any) -> None:
     if control_plane.version() >= (1, 25):
         pytest.skip("this API server evaluates CEL and refuses the object itself")
-    with operator():
-        kubectl.apply(service(replicas={"min": 3, "max": 2}))
-        found = eventually("InvalidSpec", lambda: condition(kubectl, "InvalidSpec"))
-        assert found["message"] == ("InferenceService/web: spec.replicas.min: 3 is above max 2; lower min or raise max")
-        assert children(kubectl) == {}
-        kubectl.apply(service(replicas={"min": 1, "max": 2}))
-        eventually("the children", lambda: all_children(kubectl))
-        eventually("no complaint", lambda: not condition(kubectl, "InvalidSpec"))
+    pooled.apply(service(replicas={"min": 3, "max": 2}))
+    found = eventually("InvalidSpec", lambda: condition(pooled, "InvalidSpec"))
+    assert found["message"] == ("InferenceService/web: spec.replicas.min: 3 is above max 2; lower min or raise max")
+    assert children(pooled) == {}
+    pooled.apply(service(replicas={"min": 1, "max": 2}))
+    eventually("the children", lambda: all_children(pooled))
+    eventually("no complaint", lambda: not condition(pooled, "InvalidSpec"))
 
 
-def test_somebody_else_s_object_is_not_touched(operator: Any, kubectl: Kubectl) -> None:
-    kubectl.run("create", "service", "clusterip", "web", "--tcp=80:80")
-    before = kubectl.get("service", "web")
-    with operator():
-        kubectl.apply(service())
-        found = eventually(
-            "the complaint", lambda: c if (c := condition(kubectl, "Progressing")).get("status") else None
-        )
-        assert found["reason"] == "ReconcileFailed"
-        assert "Service/web exists and is not of this service" in found["message"]
-        assert kubectl.get("service", "web") == before
-        assert set(children(kubectl)) == {"service"}
-        kubectl.run("delete", "service", "web")
-        eventually("the children", lambda: all_children(kubectl))
+def test_somebody_else_s_object_is_not_touched(pooled: Kubectl) -> None:
+    pooled.run("create", "service", "clusterip", "web", "--tcp=80:80")
+    before = pooled.get("service", "web")
+    pooled.apply(service())
+    found = eventually("the complaint", lambda: c if (c := condition(pooled, "Progressing")).get("status") else None)
+    assert found["reason"] == "ReconcileFailed"
+    assert "Service/web exists and is not of this service" in found["message"]
+    assert pooled.get("service", "web") == before
+    assert set(children(pooled)) == {"service"}
+    pooled.run("delete", "service", "web")
+    eventually("the children", lambda: all_children(pooled))
 
 
-def test_a_suspended_service_is_left_alone(operator: Any, kubectl: Kubectl) -> None:
-    with operator():
-        kubectl.apply(service())
-        eventually("the children", lambda: all_children(kubectl))
-        kubectl.apply(service(suspend=True))
-        eventually("Suspended", lambda: (kubectl.get("infsvc", "web") or {})["status"]["phase"] == "Suspended")
-        kubectl.run("delete", "service", "web")
-        kubectl.apply(service(suspend=True, replicas={"max": 2}))
-        generation = (kubectl.get("infsvc", "web") or {})["metadata"]["generation"]
-        eventually("another pass", lambda: condition(kubectl, "Progressing")["observedGeneration"] == generation)
-        assert set(children(kubectl)) == {"deployment", "secret"}
-        kubectl.apply(service())
-        eventually("the repair", lambda: all_children(kubectl))
+def test_a_suspended_service_is_left_alone(pooled: Kubectl) -> None:
+    pooled.apply(service())
+    eventually("the children", lambda: all_children(pooled))
+    pooled.apply(service(suspend=True))
+    eventually("Suspended", lambda: (pooled.get("infsvc", "web") or {})["status"]["phase"] == "Suspended")
+    pooled.run("delete", "service", "web")
+    pooled.apply(service(suspend=True, replicas={"max": 2}))
+    generation = (pooled.get("infsvc", "web") or {})["metadata"]["generation"]
+    eventually("another pass", lambda: condition(pooled, "Progressing")["observedGeneration"] == generation)
+    assert set(children(pooled)) == {"deployment", "secret"}
+    pooled.apply(service())
+    eventually("the repair", lambda: all_children(pooled))
 
 
-def test_risk_leads_to_one_eviction_that_is_found_effective(operator: Any, kubectl: Kubectl, tmp_path: Path) -> None:
+def test_risk_leads_to_one_eviction_that_is_found_effective(shared: Program, pooled: Kubectl, tmp_path: Path) -> None:
     port = free_port()
-    with operator() as running:
-        kubectl.apply(service(agent={"actionPort": port, "pollSeconds": 0.1}))
-        with engine(kubectl, tmp_path, port, FULL) as agent:
-            (record,) = eventually("the remediation's end", lambda: finished(kubectl))
-            assert record["status"]["phase"] == "Succeeded"
-            assert record["status"]["bytesFreed"] > 0
-            assert record["status"]["before"]["score"] >= 85 > record["status"]["after"]["score"]
-            assert record["spec"]["reason"] == "EvictColdBlocks"
-            assert record["metadata"]["ownerReferences"][0]["name"] == "web"
-            eventually("Ready", lambda: condition(kubectl, "Ready").get("status") == "True")
-            eventually("Reachable", lambda: condition(kubectl, "EngineReachable").get("status") == "True")
-            assert condition(kubectl, "RemediationEffective")["status"] == "True"
-            status = (kubectl.get("infsvc", "web") or {})["status"]
-            assert (status["phase"], status["lastAction"]["phase"]) == ("Ready", "Succeeded")
-            assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 1
-            reasons = {event["reason"] for event in kubectl.list("events")}
-            assert {"EvictColdBlocks", "Effective"} <= reasons
-            own = http_get(f"{running.facts['http']}/metrics")
-            assert metric(own, 'ullage_operator_actions_total{action="evict",outcome="Succeeded"}') == 1
-        assert len(kubectl.list("remed")) == 1
+    pooled.apply(service(agent={"actionPort": port, "pollSeconds": 0.1}))
+    with engine(pooled, tmp_path, port, FULL) as agent:
+        (record,) = eventually("the remediation's end", lambda: finished(pooled))
+        assert record["status"]["phase"] == "Succeeded"
+        assert record["status"]["bytesFreed"] > 0
+        assert record["status"]["before"]["score"] >= 85 > record["status"]["after"]["score"]
+        assert record["spec"]["reason"] == "EvictColdBlocks"
+        assert record["metadata"]["ownerReferences"][0]["name"] == "web"
+        eventually("Ready", lambda: condition(pooled, "Ready").get("status") == "True")
+        eventually("Reachable", lambda: condition(pooled, "EngineReachable").get("status") == "True")
+        assert condition(pooled, "RemediationEffective")["status"] == "True"
+        status = (pooled.get("infsvc", "web") or {})["status"]
+        assert (status["phase"], status["lastAction"]["phase"]) == ("Ready", "Succeeded")
+        assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 1
+        reasons = {event["reason"] for event in pooled.list("events")}
+        assert {"EvictColdBlocks", "Effective"} <= reasons
+        own = http_get(f"{shared.facts['http']}/metrics")
+        assert metric(own, 'ullage_operator_actions_total{action="evict",outcome="Succeeded"}') >= 1
+    assert len(pooled.list("remed")) == 1
 
 
 def test_a_killed_operator_s_work_is_finished_by_the_next(operator: Any, kubectl: Kubectl, tmp_path: Path) -> None:
@@ -242,23 +270,22 @@ def test_a_killed_operator_s_work_is_finished_by_the_next(operator: Any, kubectl
             assert len(kubectl.list("remed")) == 1
 
 
-def test_a_proposal_waits_for_kubectl_patch(operator: Any, kubectl: Kubectl, tmp_path: Path) -> None:
+def test_a_proposal_waits_for_kubectl_patch(pooled: Kubectl, tmp_path: Path) -> None:
     port = free_port()
-    with operator():
-        settings = {**SETTINGS, "mode": "Propose"}
-        kubectl.apply(service(agent={"actionPort": port, "pollSeconds": 0.1}, remediation=settings))
-        with engine(kubectl, tmp_path, port, FULL) as agent:
-            proposed = eventually(
-                "a proposal", lambda: [r for r in kubectl.list("remed") if r.get("status", {}).get("phase")]
-            )[0]
-            assert proposed["status"]["phase"] == "Proposed"
-            assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 0
-            approval = '{"spec": {"approved": true, "approvedBy": "mara"}}'
-            kubectl.run("patch", "remed", proposed["metadata"]["name"], "--type=merge", "-p", approval)
-            (record,) = eventually("its end", lambda: finished(kubectl))
-            assert record["status"]["phase"] == "Succeeded"
-            assert record["spec"]["approvedBy"] == "mara"
-            assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 1
+    settings = {**SETTINGS, "mode": "Propose"}
+    pooled.apply(service(agent={"actionPort": port, "pollSeconds": 0.1}, remediation=settings))
+    with engine(pooled, tmp_path, port, FULL) as agent:
+        proposed = eventually(
+            "a proposal", lambda: [r for r in pooled.list("remed") if r.get("status", {}).get("phase")]
+        )[0]
+        assert proposed["status"]["phase"] == "Proposed"
+        assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 0
+        approval = '{"spec": {"approved": true, "approvedBy": "mara"}}'
+        pooled.run("patch", "remed", proposed["metadata"]["name"], "--type=merge", "-p", approval)
+        (record,) = eventually("its end", lambda: finished(pooled))
+        assert record["status"]["phase"] == "Succeeded"
+        assert record["spec"]["approvedBy"] == "mara"
+        assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 1
 
 
 def test_one_operator_for_the_whole_cluster(operator: Any, kubectl: Kubectl) -> None:
