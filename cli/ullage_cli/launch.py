@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import sys
 import time
@@ -23,7 +24,7 @@ from ullage_operator.certificates import Credentials
 from ullage_operator.model import InferenceService
 from ullage_operator.observation import AgentTarget
 
-from .errors import BrokenLoop
+from .errors import BrokenLoop, InputError
 from .preflight import HOST
 from .processes import Child, ChildSpec, Supervisor
 
@@ -31,6 +32,22 @@ ENGINE_START_S = 600.0
 """Converting and loading a large model on a slow disk takes minutes."""
 AGENT_START_S = 60.0
 _PROGRESS_S = 0.25
+_FIELDS = {
+    "--model": "spec.model.source",
+    "--max-model-len": "spec.model.maxLength",
+    "--kv-memory": "spec.engine.kvCache.memory",
+    "--kv-type": "spec.engine.kvCache.type",
+    "--block-size": "spec.engine.kvCache.blockSize",
+    "--protected-tokens": "spec.engine.kvCache.eviction.protectedTokens",
+    "--recent-tokens": "spec.engine.kvCache.eviction.recentTokens",
+    "--max-batch-tokens": "spec.engine.maxBatchTokens",
+    "--max-sequences": "spec.engine.maxSequences",
+    "--dtype": "spec.engine.dtype",
+    "--threads": "spec.engine.threads",
+    "--port": "spec.engine.port",
+    "--poll-seconds": "spec.agent.pollSeconds",
+}
+"""Flags of the programs and the fields of the manifest that set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +174,9 @@ class Launcher:
             return waiting.result()
         except TimeoutError as error:
             raise BrokenLoop(str(error)) from error
+        except InputError as error:
+            name = f"InferenceService/{self._service.metadata.name}"
+            raise InputError(f"{name}: {in_manifest_words(str(error))}") from error
         finally:
             waiting.cancel()
 
@@ -168,6 +188,13 @@ class Launcher:
         return agent_arguments(
             self._service, engine_url=admin, host=HOST, metrics_port=0, action_port=0, files=self._files
         )
+
+
+def in_manifest_words(message: str) -> str:
+    """A program's complaint with the manifest's fields in place of the flags that they became."""
+    for flag, place in _FIELDS.items():
+        message = re.sub(rf"{flag}(?![a-z-])", place, message)
+    return message
 
 
 def _server_name(service: InferenceService) -> str:

@@ -7,6 +7,7 @@ signal before it was done.
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -116,6 +117,9 @@ def reporting(command: Callable[[], object]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode sees ?, not a traceback
     words = None if arguments is None else list(arguments)
     return reporting(lambda: app(args=words, standalone_mode=False))
 

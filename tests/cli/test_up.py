@@ -20,8 +20,11 @@ import psutil
 import pytest
 import yaml
 
+from ullage_cli.launch import in_manifest_words
 from ullage_cli.main import main
 from ullage_cli.records import RecordFolder
+from ullage_operator.arguments import engine_arguments
+from ullage_operator.manifest import load_manifest
 from ullage_operator.model import Remediation
 
 DRIVER = Path(__file__).with_name("drive_up.py")
@@ -267,7 +270,9 @@ async def test_kill_9_leaves_no_process_and_the_next_run_is_not_hindered(place: 
 async def test_a_refusal_of_the_engine_is_passed_through(place: Place) -> None:
     async with driving(place, "refuse") as run:
         assert await run.end() == 2
-        assert await run.errors() == "error: engine-0: --kv-memory: 41943040 bytes do not fit; lower it\n"
+        assert await run.errors() == (
+            "error: InferenceService/demo: engine-0: spec.engine.kvCache.memory: 41943040 bytes do not fit; lower it\n"
+        )
         assert_clean(place)
 
 
@@ -384,6 +389,20 @@ def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], argument
     assert errors.startswith("error: ")
     assert message in errors
     assert errors.count("\n") == 1
+
+
+def test_flags_become_fields() -> None:
+    said = "--max-model-len: 1024 tokens do not fit; raise --kv-memory or lower --max-model-length"
+    assert in_manifest_words(said) == (
+        "spec.model.maxLength: 1024 tokens do not fit; raise spec.engine.kvCache.memory or lower --max-model-length"
+    )
+
+
+def test_every_flag_made_from_a_manifest_has_its_field(place: Place) -> None:
+    service = load_manifest(place.write())
+    flags = {word.partition("=")[0] for word in engine_arguments(service, host="h", port=1, admin="unix:a")}
+    for flag in flags - {"--host", "--admin", "--served-name", "--eviction-policy"}:
+        assert in_manifest_words(flag).startswith("spec."), flag
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from ullage_agent.wire import EngineIdentity, Forecast, Fragmentation, RiskReport, Snapshot
 from ullage_cli.board import Board, Reading, combine
-from ullage_cli.screen import PlainScreen
-from ullage_cli.view import ASCII, UNICODE, Counts, Scene, frame, plain_line, usage_bar
+from ullage_cli.screen import LiveScreen, PlainScreen
+from ullage_cli.view import ASCII, UNICODE, Counts, Glyphs, Scene, frame, plain_line, sparkline, usage_bar
 from ullage_operator.model import Remediation
 
 SCENE = Scene(
@@ -55,12 +55,12 @@ def report(score: float = 87.5, *, hot: int = 150, cached: int = 60, free: int =
     )
 
 
-def drawn(board: Board, scene: Scene = SCENE, *, width: int = 80, color: bool = False) -> str:
+def drawn(board: Board, scene: Scene = SCENE, *, width: int = 80, color: bool = False, glyphs: Glyphs = UNICODE) -> str:
     sink = io.StringIO()
     console = Console(
         file=sink, width=width, height=24, force_terminal=color, color_system="truecolor" if color else None
     )
-    console.print(frame(board, scene, width=width))
+    console.print(frame(board, scene, glyphs, width))
     return sink.getvalue()
 
 
@@ -213,3 +213,31 @@ def test_plain_screen_reports_progress_of_a_long_start_sparingly() -> None:
         screen.starting("engine: converting" if step < 30 else "engine: loading", now[0])
     assert len([line for line in lines if "converting" in line]) == 3
     assert len([line for line in lines if "loading" in line]) == 1
+
+
+def test_live_screen_redraws_in_place_and_keeps_the_last_picture(busy: Board) -> None:
+    sink = io.StringIO()
+    console = Console(file=sink, width=80, height=24, force_terminal=True, color_system=None)
+    with LiveScreen(console) as screen:
+        screen.starting("engine-0 is starting: loading", 3.0)
+        screen.note("OpenAI API at http://127.0.0.1:8000/v1")
+        screen.update(busy, SCENE, ())
+        screen.update(busy, replace(SCENE, phase="load: easing off"), ())
+    written = sink.getvalue()
+    assert "engine-0 is starting: loading" in written
+    assert "OpenAI API at http://127.0.0.1:8000/v1" in written
+    assert "load: easing off" in written.rsplit("load: ramp", 1)[1]
+    assert "\x1b[1A" in written  # the cursor went up to draw over the picture before
+
+
+def test_a_terminal_without_unicode_gets_ascii_bars(busy: Board) -> None:
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace"), width=80)
+    assert console.encoding == "ascii"
+    picture = drawn(busy, glyphs=ASCII)
+    assert not set(picture) & set(UNICODE.hot + UNICODE.reclaimable + UNICODE.spark)
+    assert "####" in picture
+
+
+def test_gaps_in_the_minute_are_blank_and_short_ones_are_bridged() -> None:
+    line = sparkline([(0.0, 10.0), (2.0, 90.0), (20.0, 50.0), (21.0, None)], 21.0, UNICODE, 60).plain
+    assert line[-22:] == "▁▁███" + " " * 13 + "  " + "▅▅"
