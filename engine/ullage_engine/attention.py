@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ullage_engine.layout import BlockStore
+from ullage_engine.layout import BlockStore, Section
+from ullage_engine.quant import decode
 from ullage_engine.scheduler import Chunk
 
 NAME = "ullage_paged"
@@ -121,12 +122,15 @@ def paged_attention(
     batch.store.write(layer, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = torch.empty_like(query[0].transpose(0, 1))  # [T, Hq, D]
     for group in batch.groups:
-        keys, values = batch.store.read(layer, group.tables, query.dtype)
         # [Hq, N * count, D] -> [N, Hq, count, D]
         queries = query[0].index_select(1, group.rows).view(query.shape[1], -1, group.count, query.shape[3])
         queries = queries.transpose(0, 1)
         mask = _within(group, sliding_window)
-        result = attend(queries, keys, values, mask, scaling, softcap)
+        if group.count == 1 and batch.store.layout.groups == 1 and batch.store.layout.cells[layer].kind.quantised:
+            result = attend_codes(queries, *batch.store.read_codes(layer, group.tables), mask, scaling, softcap)
+        else:
+            keys, values = batch.store.read(layer, group.tables, query.dtype)
+            result = attend(queries, keys, values, mask, scaling, softcap)
         out[group.rows] = result.transpose(1, 2).flatten(0, 1)
     return out.unsqueeze(0), None
 
@@ -156,3 +160,35 @@ def attend(
     logits = query.float() @ key.float().repeat_interleave(repeat, 1).transpose(-1, -2) * scaling
     logits = (softcap * torch.tanh(logits / softcap)).masked_fill(~mask, float("-inf"))
     return (logits.softmax(-1) @ value.float().repeat_interleave(repeat, 1)).to(query.dtype)
+
+
+def attend_codes(
+    query: torch.Tensor,
+    key: Section,
+    value: Section,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`attend` for one query token and one scale per row: K scales multiply logits, V scales multiply probabilities.
+
+    Keys and values are never dequantised, which halves the passes over them; all sums are float32.
+    """
+    keys, factor = decode(key.codes)
+    values, _ = decode(value.codes)
+    count, heads = keys.shape[:2]
+    grouped = query.float().view(count, heads, -1, query.shape[-1]) * (scaling * factor)
+    # [N, Hkv, Hq / Hkv, S], as if the group's query heads were query tokens of its KV head
+    logits = (grouped @ keys.transpose(-1, -2)) * _per_row(key)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    weights = logits.masked_fill_(~mask, float("-inf")).softmax(-1)
+    result = (weights * (_per_row(value) * factor)) @ values
+    return result.view(query.shape).to(query.dtype)
+
+
+def _per_row(section: Section) -> torch.Tensor:
+    """[N, H, S, 1] scales as [N, H, 1, S]."""
+    if section.scales is None:
+        raise ValueError("the section has no scales")
+    return section.scales.transpose(-1, -2)

@@ -18,6 +18,7 @@ from ullage_engine.eviction import Protection
 from ullage_engine.layout import BlockStore, CacheLayout
 from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.measure import measure_step
+from ullage_engine.packing import cpu_has_matrix_units, pack_linears
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.runner import ModelRunner
@@ -55,6 +56,8 @@ def build_engine(config: EngineConfig) -> LoadedEngine:
     dtype = _dtype(config.dtype, device)
     layout = _check_size(config, folder, dtype)
     loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
+    if device.type == "cpu" and dtype == torch.bfloat16 and cpu_has_matrix_units():
+        log.info("%d linear layers laid out for the CPU's matrix units", pack_linears(loaded.model))
     store = _allocate(config, loaded, layout, device)
     loop = assemble(config, loaded, store, device)
     loop.start()
@@ -171,7 +174,8 @@ def _context(config: EngineConfig, positions: int, cache_tokens: int) -> int:
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        fast = device.type == "cuda" or cpu_has_matrix_units()
+        return torch.bfloat16 if fast else torch.float32
     return DTYPES[name]
 
 

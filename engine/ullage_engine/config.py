@@ -85,7 +85,7 @@ class EngineConfig:
     max_queue: int = 256
     """Requests waiting at once; more are refused with 429. 0: none may wait beyond the running ones."""
     dtype: Dtype = "auto"
-    """Of weights and activations; auto: float32 on a CPU, bfloat16 on a GPU."""
+    """Of weights and activations; auto: bfloat16 on a GPU and on a CPU with matrix units, else float32."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
     eviction_policy: EvictionPolicy = "recency"

@@ -37,6 +37,16 @@ class CellShape:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Keys or values of some rows as they are stored."""
+
+    codes: torch.Tensor
+    """[N, H, S, head_size] of the cache type's element."""
+    scales: torch.Tensor | None
+    """[N, H, S, groups] float32; None where the type has none."""
+
+
 @dataclass(frozen=True)
 class CacheLayout:
     """Byte geometry of blocks.
@@ -184,16 +194,21 @@ class BlockStore:
 
     def read(self, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantised keys and values, each [N, kv_heads, B * block_tokens, head_size], of blocks [N, B] int64."""
-        layout, cell = self.layout, self.layout.cells[layer]
+        keys, values = self.read_codes(layer, blocks)
+        return dequantise(keys.codes, keys.scales, dtype), dequantise(values.codes, values.scales, dtype)
+
+    def read_codes(self, layer: int, blocks: torch.Tensor) -> tuple[Section, Section]:
+        """Keys and values of blocks [N, B] int64 as they are stored."""
         count, width = blocks.shape
-        rows = self._rows(layer).index_select(0, blocks.reshape(-1))
-        # [N, B, H, cell] -> [N, H, B, cell]: one copy of bytes, before they grow to floats
-        rows = rows.view(count, width, layout.kv_heads, cell.size).transpose(1, 2).contiguous()
-        shape = (count, layout.kv_heads, width * layout.block_tokens)
-        return (
-            self._section(rows, cell.kind, cell.k_codes, cell.k_scales, shape, dtype),
-            self._section(rows, cell.kind, cell.v_codes, cell.v_scales, shape, dtype),
-        )
+        heads, size = self.layout.kv_heads, self.layout.cells[layer].size
+        if len(self.layout.cell_classes) == 1:
+            # all cells are of one size: gather cells straight into head order
+            first = blocks * self.layout.cells_per_block + layer * heads
+            cells = first[:, None, :] + torch.arange(heads, device=blocks.device)[None, :, None]
+            rows = self.data.view(-1, size).index_select(0, cells.reshape(-1)).view(count, heads, width, size)
+        else:
+            rows = self._rows(layer).index_select(0, blocks.reshape(-1)).view(count, width, heads, size).transpose(1, 2)
+        return self._sections(layer, rows, (count, heads, width * self.layout.block_tokens))
 
     def read_cells(self, layer: int, cells: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantised keys and values, each [N, H, C * block_tokens, head_size], of cell ids [N, H, C] int64.
@@ -208,11 +223,8 @@ class BlockStore:
         rows = self.data.view(-1, ALIGN)
         index = (start // ALIGN)[:, None] + torch.arange(cell.size // ALIGN, device=cells.device)
         found = rows.index_select(0, index.reshape(-1)).view(count, heads, width, cell.size)
-        shape = (count, heads, width * self.layout.block_tokens)
-        return (
-            self._section(found, cell.kind, cell.k_codes, cell.k_scales, shape, dtype),
-            self._section(found, cell.kind, cell.v_codes, cell.v_scales, shape, dtype),
-        )
+        keys, values = self._sections(layer, found, (count, heads, width * self.layout.block_tokens))
+        return dequantise(keys.codes, keys.scales, dtype), dequantise(values.codes, values.scales, dtype)
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks: codes and scales of all layers and heads."""
@@ -226,22 +238,24 @@ class BlockStore:
         heads = self.layout.kv_heads
         return torch.tensor([self.layout.cell_offset(*divmod(p, heads)) for p in range(self.layout.cells_per_block)])
 
+    def _sections(self, layer: int, rows: torch.Tensor, shape: tuple[int, int, int]) -> tuple[Section, Section]:
+        """Keys and values out of gathered cells [N, H, B, cell bytes]; `shape` is (N, H, tokens)."""
+        cell = self.layout.cells[layer]
+        return (
+            self._section(rows, cell.kind, cell.k_codes, cell.k_scales, shape),
+            self._section(rows, cell.kind, cell.v_codes, cell.v_scales, shape),
+        )
+
     def _section(
-        self,
-        rows: torch.Tensor,
-        kind: CacheType,
-        codes_at: int,
-        scales_at: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+        self, rows: torch.Tensor, kind: CacheType, codes_at: int, scales_at: int, shape: tuple[int, int, int]
+    ) -> Section:
         tokens, size, groups = self.layout.block_tokens, self.layout.head_size, self.layout.groups
-        codes = rows[..., codes_at : codes_at + tokens * size * kind.element_bytes]
+        codes = rows[..., codes_at : codes_at + tokens * size * kind.element_bytes].contiguous()
         scales = None
         if kind.quantised:
             raw = rows[..., scales_at : scales_at + tokens * groups * 4].contiguous()
             scales = raw.view(torch.float32).view(*shape, groups)
-        return dequantise(codes.contiguous().view(kind.element).view(*shape, size), scales, dtype)
+        return Section(codes.view(kind.element).view(*shape, size), scales)
 
     def _rows(self, layer: int) -> torch.Tensor:
         """One layer of every block, [blocks, kv_heads * cell bytes]."""

@@ -11,7 +11,6 @@ maps to the greatest code and one strong channel costs the others no range.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -68,18 +67,19 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dt
     """Values [..., D] of `dtype` from codes [..., D] and scales [..., G]; the product is taken in float32."""
     if scales is None:
         return codes.to(dtype)
-    grouped = _to_float(codes).view(*scales.shape, -1)
-    return (grouped * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    values, factor = decode(codes)
+    grouped = values.view(*scales.shape, -1)
+    return (grouped * (scales * factor).unsqueeze(-1)).view(codes.shape).to(dtype)
 
 
-def _to_float(codes: torch.Tensor) -> torch.Tensor:
-    """float32 of the codes. torch casts e4m3 element by element on the CPU; a table is four times as fast."""
+def decode(codes: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """float32 numbers proportional to the codes, and the factor that makes them equal (folded into scales for free).
+
+    torch casts e4m3 element by element on the CPU (16 times slower). Its bits, moved to where float16 keeps sign,
+    exponent and mantissa, are the same number 2^8 times smaller, because the exponents' biases are 7 and 15;
+    subnormals included. NaN codes are lost in this, but only a NaN scale, which is kept, ever writes them.
+    """
     if codes.dtype == torch.float8_e4m3fn and codes.device.type == "cpu":
-        index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
-        return _e4m3_table().index_select(0, index).view(codes.shape)
-    return codes.float()
-
-
-@lru_cache(maxsize=1)
-def _e4m3_table() -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        bits = codes.view(torch.int8).to(torch.int16)  # the sign is extended into the upper byte
+        return bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float(), 256.0
+    return codes.float(), 1.0

@@ -110,10 +110,20 @@ def test_fp8_codes_are_torchs_own_and_never_overflow() -> None:
     assert torch.isfinite(dequantise(codes, scales, torch.float32)).all()
 
 
-def test_every_fp8_code_decodes_as_torch_does() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 256)
-    ours = dequantise(codes, torch.ones(1, 1), torch.float32)
-    assert torch.equal(ours.nan_to_num(), codes.float().nan_to_num())
+def test_every_fp8_number_decodes_as_torch_does() -> None:
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    numbers = codes.view(torch.float8_e4m3fn).view(1, -1)
+    assert torch.equal(dequantise(numbers, torch.ones(1, 1), torch.float32), numbers.float())
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_models_nan_is_not_turned_into_a_number(kind: str) -> None:
+    values = torch.ones(1, 1, 64)
+    values[..., 5] = float("nan")
+    codes, scales = quantise(values, CACHE_TYPES[kind], 32)
+    back = dequantise(codes, scales, torch.float32)
+    assert back[..., :32].isnan().all()
+    assert torch.isfinite(back[..., 32:]).all()
 
 
 def test_all_zero_rows_stay_zero() -> None:
