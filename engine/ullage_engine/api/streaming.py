@@ -92,6 +92,8 @@ class EventStream(Response):
 
 async def _send_part(send: Send, part: bytes) -> None:
     await send({"type": "http.response.body", "body": part, "more_body": True})
+    # Parts that are ready would else be sent in one go: others wait, and a lost connection is not noticed meanwhile.
+    await asyncio.sleep(0)
 
 
 def _told(error: Exception) -> dict[str, Any]:
