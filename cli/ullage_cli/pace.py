@@ -50,8 +50,8 @@ class LoadPlan:
     """Least and greatest answer length of long chats; the machine's speed decides between them."""
     seconds_per_answer: float = 6.0
     """Seconds of the machine's whole speed that one long answer may cost."""
-    overcommit: float = 0.14
-    """Greatest shortfall that may be projected, as a share of the pool: less than one eviction brings."""
+    overcommit: float = 0.09
+    """Greatest shortfall that may be projected, as a share of the pool: clearly less than one eviction brings."""
     max_in_flight: int = 32
     ramp_s: float = 75.0
     hold_s: float = 25.0
