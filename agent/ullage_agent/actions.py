@@ -9,15 +9,19 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ullage_agent.adapters.base import EngineAdapter
 from ullage_agent.clock import Clock
-from ullage_agent.errors import BadAction, Busy, EngineTimeout
+from ullage_agent.errors import BadAction, Busy, EngineError, EngineTimeout
 from ullage_agent.idempotency import IdempotencyStore
 from ullage_agent.wire import Action, ActionRequest, ActionResult
 
 log = logging.getLogger(__name__)
+
+Listener = Callable[[Action, ActionRequest, str, "ActionResult | str"], None]
+"""Action, parameters, origin, and the result or the error that ended it. Must not raise."""
 
 MAX_TIMEOUT_S = 600.0
 MAX_KEY_CHARS = 128
@@ -62,14 +66,22 @@ class ActionRunner:
         self._adapter = adapter
         self._limiter = RateLimiter(limits or ActionLimits(), clock)
         self._store = IdempotencyStore(clock)
+        self._clock = clock
         self._running: asyncio.Task[ActionResult] | None = None
+        self.last_ended_at: float | None = None
+        """Monotonic seconds when the last action ended, however it did."""
+        self.listeners: list[Listener] = []
+        """Told of every action that ended."""
         self.outcomes: Counter[tuple[str, str]] = Counter()
         """How actions ended, by action and outcome; `Error` where the engine did not answer."""
 
-    async def run(self, action: Action, request: ActionRequest, key: str | None) -> ActionResult:
+    async def run(
+        self, action: Action, request: ActionRequest, key: str | None, *, origin: str = "request"
+    ) -> ActionResult:
         """Do the action, or give the first answer again if `key` is known.
 
-        A caller that goes away does not stop an action that has begun.
+        A caller that goes away does not stop an action that has begun. `origin` is `request`, or `reflex` where the
+        agent acts by itself.
 
         Raises:
             BadAction, KeyReused, Busy: not started.
@@ -83,7 +95,7 @@ class ActionRunner:
                 return await asyncio.shield(known)
         self._admit(action)
         key = key or uuid.uuid4().hex
-        self._running = asyncio.create_task(self._act(action, request, key), name=f"action {action}")
+        self._running = asyncio.create_task(self._act(action, request, key, origin), name=f"action {action}")
         self._store.remember(key, (action, request), self._running)
         return await asyncio.shield(self._running)
 
@@ -103,7 +115,20 @@ class ActionRunner:
         if wait:
             raise Busy(f"too many actions; {action} was not started", retry_after_s=wait)
 
-    async def _act(self, action: Action, request: ActionRequest, key: str) -> ActionResult:
+    async def _act(self, action: Action, request: ActionRequest, key: str, origin: str) -> ActionResult:
+        ended: ActionResult | str = "it did not end"
+        try:
+            ended = result = await self._act_in_time(action, request, key)
+        except EngineError as error:
+            ended = str(error)
+            raise
+        finally:
+            self.last_ended_at = self._clock.monotonic()
+            for listen in self.listeners:
+                listen(action, request, origin, ended)
+        return result
+
+    async def _act_in_time(self, action: Action, request: ActionRequest, key: str) -> ActionResult:
         try:
             async with asyncio.timeout(request.timeout_s):
                 result = await self._adapter.act(action, request, key)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ullage_agent.adapters.base import Reading
 from ullage_agent.clock import Clock
 from ullage_agent.risk import Risk
-from ullage_agent.wire import Action, Forecast, Fragmentation, RiskReport
+from ullage_agent.wire import Action, Device, Forecast, Fragmentation, Host, Liveness, RiskReport, Service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,11 @@ class Assessment:
     forecast: Forecast
     risk: Risk
     capabilities: tuple[Action, ...]
+    service: Service | None = None
+    liveness: Liveness | None = None
+    devices: tuple[Device, ...] = ()
+    host: Host | None = None
+    features: tuple[str, ...] = ()
     began_at: float
     """Monotonic seconds when the reading began: the oldest that any of it can be."""
 
@@ -71,7 +76,12 @@ class Board:
             snapshot=last.reading.snapshot,
             fragmentation=last.fragmentation,
             forecast=last.forecast,
+            service=last.service,
+            liveness=last.liveness,
+            devices=last.devices,
+            host=last.host,
             capabilities=last.capabilities,
+            features=last.features,
             violations=last.reading.violations,
             error=self.error,
         )

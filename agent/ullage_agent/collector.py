@@ -14,9 +14,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from ullage_agent import metrics
+from ullage_agent.around import SourceState
 from ullage_agent.board import Board
 from ullage_agent.metrics import Family, Gauge, Labels, Points
 from ullage_agent.wire import EngineIdentity, RiskReport
+
+Sources = Mapping[str, SourceState]
+"""How the last reading of each source beside the engine went."""
 
 Outcomes = Mapping[tuple[str, str], int]
 """Actions done so far, by action and outcome."""
@@ -25,10 +29,11 @@ Outcomes = Mapping[tuple[str, str], int]
 class AgentCollector(Collector):
     """Renders one board. Used from the event loop only; never waits."""
 
-    def __init__(self, board: Board, outcomes: Outcomes, *, stale_after_s: float) -> None:
+    def __init__(self, board: Board, outcomes: Outcomes, *, stale_after_s: float, sources: Sources) -> None:
         self._board = board
         self._outcomes = outcomes
         self._stale_after_s = stale_after_s
+        self._sources = sources
         self._version = version("ullage")
 
     def describe(self) -> Iterable[Metric]:
@@ -46,17 +51,24 @@ class AgentCollector(Collector):
         board = self._board
         up = float(board.polls_ok > 0 and board.error is None)
         yield InfoMetricFamily(metrics.AGENT_INFO.name, metrics.AGENT_INFO.help, {"version": self._version})
-        yield from _gauge(metrics.SOURCE_UP, [(("engine",), up)])
-        yield from _gauge(metrics.SOURCE_DURATION, [(("engine",), board.last_duration_s)])
+        others = sorted(self._sources.items())
+        ups = [(("engine",), up), *(((name,), float(state.ok)) for name, state in others)]
+        yield from _gauge(metrics.SOURCE_UP, ups)
+        durations = [(("engine",), board.last_duration_s), *(((name,), state.duration_s) for name, state in others)]
+        yield from _gauge(metrics.SOURCE_DURATION, durations)
         yield from _gauge(metrics.SAMPLE_AGE, [((), board.sample_age_s())])
         yield _counter(metrics.POLLS, {("ok",): board.polls_ok, ("failed",): board.polls_failed})
         yield _counter(metrics.ACTIONS, {(*labels,): count for labels, count in self._outcomes.items()})
 
 
-def make_registry(board: Board, outcomes: Outcomes, *, stale_after_s: float) -> CollectorRegistry:
+def make_registry(
+    board: Board, outcomes: Outcomes, *, stale_after_s: float, sources: Sources | None = None
+) -> CollectorRegistry:
     """A registry of its own, so that several agents can live in one process."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(AgentCollector(board, outcomes, stale_after_s=stale_after_s))
+    registry.register(
+        AgentCollector(board, outcomes, stale_after_s=stale_after_s, sources={} if sources is None else sources)
+    )
     return registry
 
 

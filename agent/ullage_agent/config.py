@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ullage_agent.errors import ConfigError
 
+GATED = ("vllm", "sglang")
+"""Engines that the admission gate can be loaded into."""
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 60.0
 
@@ -35,6 +37,18 @@ class AgentConfig:
     tls_key: Path | None = None
     token_file: Path | None = None
     """Holds the bearer token; reread when it changes."""
+    gate_file: Path | None = None
+    """State of the admission gate that the engine has loaded."""
+    cgroup: Path | None = None
+    """Folder of the engine's control group; None: its memory is not watched."""
+    watch_devices: bool = True
+    """Read accelerators through NVML where there is a driver."""
+    canary_seconds: float = 0.0
+    """A quiet engine is asked for one token this often; 0: never."""
+    reflex_seconds: float = 0.0
+    """The agent acts by itself once the score was critical for this long without anyone acting; 0: never."""
+    record: Path | None = None
+    """File that readings and actions are recorded to."""
     poll_seconds: float = 1.0
     """From the start of one reading to the start of the next."""
 
@@ -46,6 +60,17 @@ class AgentConfig:
             raise ConfigError(
                 f"--poll-seconds {self.poll_seconds:g} is outside {MIN_POLL_SECONDS:g}..{MAX_POLL_SECONDS:g}; "
                 "1 is usual"
+            )
+        for name, seconds, least in (
+            ("--canary-seconds", self.canary_seconds, 5.0),
+            ("--reflex-seconds", self.reflex_seconds, 5.0),
+        ):
+            if not math.isfinite(seconds) or (seconds != 0 and not least <= seconds <= 86_400):
+                raise ConfigError(f"{name} {seconds:g} is outside {least:g}..86400; 0 switches it off")
+        if self.gate_file is not None and self.engine not in GATED:
+            raise ConfigError(
+                f"--gate-file {self.gate_file} is of no use to --engine {self.engine}, which throttles by itself; "
+                "leave it out"
             )
         files = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--token-file": self.token_file}
         missing = [name for name, path in files.items() if path is None]

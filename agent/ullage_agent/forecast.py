@@ -5,7 +5,9 @@ cannot bend. Supply is free plus reclaimable blocks: prefix cache gives way to l
 admitted and waiting requests may still ask for; where it is at most the supply, admitted work provably fits and
 no exhaustion is in sight however fast the pool fills. An engine that cannot say its demand is judged by growth.
 
-Non-goals: predicting arrivals of new requests, and learning the lengths of answers.
+A prospect (`projection.py`) says how far present work and arrivals at the present pace will go, by learned lengths.
+
+Non-goals: predicting changes in the arrival of new requests.
 """
 
 from __future__ import annotations
@@ -43,6 +45,20 @@ class Sample:
     hot_blocks: int
 
 
+Band = tuple[float | None, float | None, float | None]
+"""Seconds to exhaustion: p10, p50, p90; None where it is not in sight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What the projection says of the pool. The band comes from the uncertainty of arrivals."""
+
+    peak_blocks: float
+    """Most hot blocks within the horizon, at the present pace of arrivals."""
+    reaches: Band
+    """Seconds until the pool is full: at the upper end of the band, at the present pace, at the lower end."""
+
+
 Window = tuple[Sample, ...]
 """Readings of one engine instance, oldest first, strictly ascending in time."""
 
@@ -75,11 +91,20 @@ def growth(window: Window) -> Growth | None:
     return Growth(low=slopes[tail], middle=median(slopes), high=slopes[-1 - tail])
 
 
-def forecast(window: Window, snapshot: Snapshot) -> Forecast:
-    """Time until growth has eaten the supply, with its band; all None where that is not in sight."""
+def forecast(window: Window, snapshot: Snapshot, prospect: Prospect | None = None, *, quiet_s: float = 0.0) -> Forecast:
+    """Time until the supply is gone, with its band; all None where that is not in sight.
+
+    Growth alone runs on for ever, so it is believed only where the prospect, if there is one, agrees that present
+    work and arrivals come near the pool's size, or where the pool is almost full. Nothing is in sight while no counter
+    of the engine has moved for long (`quiet_s`): a pool in which nothing happens does not fill.
+    """
     rate = growth(window)
     supply, demand = supply_blocks(snapshot), snapshot.outstanding_blocks
     early, middle, late = _exhaustion(rate, supply, demand)
+    if prospect is not None and middle != 0.0:
+        early, middle, late = _weighed((early, middle, late), prospect, snapshot, supply, demand)
+    if quiet_s >= STILL_S and middle != 0.0:
+        early, middle, late = None, None, None
     return Forecast(
         exhaustion_p10_s=early,
         exhaustion_p50_s=middle,
@@ -87,6 +112,7 @@ def forecast(window: Window, snapshot: Snapshot) -> Forecast:
         growth_blocks_per_s=None if rate is None else rate.middle,
         demand_blocks=demand,
         supply_blocks=supply,
+        projected_peak_blocks=None if prospect is None else round(prospect.peak_blocks),
     )
 
 
@@ -108,9 +134,32 @@ def _continues(last: Sample, new: Sample) -> bool:
     return new.sequence is None or last.sequence is None or new.sequence >= last.sequence
 
 
-def _exhaustion(
-    rate: Growth | None, supply: int | None, demand: int | None
-) -> tuple[float | None, float | None, float | None]:
+STILL_S = 15.0
+"""Longer than the longest engine step seen, a prefill of eight seconds."""
+NEAR_FULL = 0.06
+"""A supply below this share of the pool is used up by growth, whatever lengths were learned."""
+COMES_NEAR = 0.92
+"""Share of the pool that the prospect's peak must reach for growth to be believed."""
+
+
+def _weighed(trend: Band, prospect: Prospect, snapshot: Snapshot, supply: int | None, demand: int | None) -> Band:
+    total = snapshot.total_blocks
+    if total is None or supply is None or (demand is not None and demand <= supply):
+        return trend
+    if supply < NEAR_FULL * total:
+        return trend
+    if prospect.peak_blocks < COMES_NEAR * total:
+        return None, None, None
+    early, middle, late = prospect.reaches
+    return _sooner(trend[0], early), _sooner(trend[1], middle), _sooner(trend[2], late)
+
+
+def _sooner(one: float | None, other: float | None) -> float | None:
+    known = [seconds for seconds in (one, other) if seconds is not None]
+    return min(known, default=None)
+
+
+def _exhaustion(rate: Growth | None, supply: int | None, demand: int | None) -> Band:
     if supply is None or (demand is not None and demand <= supply):
         return None, None, None
     if supply == 0:

@@ -19,12 +19,10 @@ def fragmentation(snapshot: Snapshot) -> Fragmentation:
 
 
 def _external(free: int | None, largest_run: int | None) -> float | None:
-    if free is None:
-        return None
+    if free is None or largest_run is None:
+        return None  # engines that tell no runs page without regard to them
     if free == 0:
         return 1.0  # by definition: nothing can be handed out, so no run is long enough
-    if largest_run is None:
-        return None
     return _unit(1.0 - largest_run / free)
 
 

@@ -71,6 +71,12 @@ def _config(arguments: argparse.Namespace) -> AgentConfig:
         tls_key=arguments.tls_key,
         token_file=arguments.token_file,
         poll_seconds=arguments.poll_seconds,
+        gate_file=arguments.gate_file,
+        cgroup=arguments.cgroup,
+        watch_devices=not arguments.no_devices,
+        canary_seconds=arguments.canary_seconds,
+        reflex_seconds=arguments.reflex_seconds,
+        record=arguments.record,
     )
 
 
@@ -102,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--tls-key", type=Path, metavar="F", help="its unencrypted PEM key")
     add("--token-file", type=Path, metavar="F", help="file with the bearer token")
     add("--poll-seconds", type=float, default=1.0, metavar="S", help="time between readings (%(default)s)")
+    add("--gate-file", type=Path, metavar="F", help="state file of the admission gate that the engine has loaded")
+    add("--cgroup", type=Path, metavar="DIR", help="folder of the engine's control group, to watch its host memory")
+    add("--no-devices", action="store_true", help="do not look for accelerators through NVML")
+    add("--canary-seconds", type=float, default=0.0, metavar="S", help="ask a quiet engine for one token (0: never)")
+    add("--reflex-seconds", type=float, default=0.0, metavar="S", help="act alone after this long critical (0: never)")
+    add("--record", type=Path, metavar="F", help="record readings and actions for replay (gzip if it ends in .gz)")
     add("--log-format", choices=("plain", "json"), default="plain", help="(%(default)s)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     add("--version", action="version", version=version("ullage"))

@@ -103,6 +103,75 @@ def _host(report: RiskReport) -> Points:
         yield ("used",), state.host_used_bytes
 
 
+def _from_service(attribute: str) -> Callable[[RiskReport], Points]:
+    return lambda report: [((), getattr(report.service, attribute, None))]
+
+
+def _quantiles(prefix: str) -> Callable[[RiskReport], Points]:
+    def points(report: RiskReport) -> Points:
+        for label, name in (("0.5", "p50"), ("0.9", "p90"), ("0.99", "p99")):
+            yield (label,), getattr(report.service, f"{prefix}_{name}_s", None)
+
+    return points
+
+
+def _tokens(report: RiskReport) -> Points:
+    state = report.snapshot
+    if state is None or state.block_tokens is None:
+        return
+    counts = {
+        "total": state.total_blocks,
+        "hot": state.hot_blocks,
+        "reclaimable": state.reclaimable_blocks,
+        "free": state.free_blocks,
+    }
+    for name, count in counts.items():
+        yield (name,), None if count is None else float(count * state.block_tokens)
+
+
+def _ranks(report: RiskReport) -> Points:
+    for rank in report.snapshot.ranks if report.snapshot is not None else ():
+        if rank.total_blocks and rank.hot_blocks is not None:
+            yield (rank.name,), rank.hot_blocks / rank.total_blocks
+
+
+def _liveness(report: RiskReport) -> Points:
+    if report.liveness is not None:
+        yield (report.liveness.state,), 1.0
+
+
+def _quiet(report: RiskReport) -> Points:
+    yield (), None if report.liveness is None else report.liveness.quiet_s
+
+
+def _device_memory(report: RiskReport) -> Points:
+    for device in report.devices:
+        yield (str(device.index), "total"), device.total_bytes
+        yield (str(device.index), "used"), device.used_bytes
+        yield (str(device.index), "engine"), device.engine_bytes
+        yield (str(device.index), "other"), device.other_bytes
+
+
+def _from_devices(attribute: str) -> Callable[[RiskReport], Points]:
+    return lambda report: [((str(device.index),), getattr(device, attribute)) for device in report.devices]
+
+
+def _host_memory(report: RiskReport) -> Points:
+    if report.host is not None:
+        yield ("limit",), report.host.limit_bytes
+        yield ("used",), report.host.used_bytes
+
+
+def _host_stalls(report: RiskReport) -> Points:
+    if report.host is not None:
+        yield ("some",), report.host.psi_some_avg10
+        yield ("full",), report.host.psi_full_avg10
+
+
+def _features(report: RiskReport) -> Points:
+    return [((name,), 1.0) for name in sorted({*report.capabilities, *report.features})]
+
+
 def _violations(report: RiskReport) -> Points:
     pairs = {(violation.metric, violation.problem) for violation in report.violations}
     return [(pair, 1.0) for pair in sorted(pairs)]
@@ -119,7 +188,8 @@ GAUGES: tuple[Gauge, ...] = (
     Gauge(
         "llm_oom_risk_term_score",
         "Points of each risk term, 0 to 100. classic: pressure and external fragmentation; forecast: how soon "
-        "admitted work can no longer be served. The highest one is why the score is what it is.",
+        "admitted work can no longer be served; thrash: work lost to preemption; device: accelerator memory; host: "
+        "control group memory. The highest one is why the score is what it is.",
         ("term",),
         lambda report: [((name,), points) for name, points in report.terms.items()],
     ),
@@ -204,6 +274,124 @@ GAUGES: tuple[Gauge, ...] = (
         "Seconds since the engine's step loop last passed. Growing: the engine hangs, whatever its health check says.",
         (),
         _from_snapshot("step_age_s"),
+    ),
+    Gauge(
+        "llm_kv_cache_tokens",
+        "KV cache in token slots by state, as llm_kv_cache_memory_bytes; for engines that do not tell a block's bytes.",
+        ("state",),
+        _tokens,
+    ),
+    Gauge(
+        "llm_kv_cache_rank_usage_ratio",
+        "Hot share of each data-parallel rank's own pool. One full rank preempts whatever the others have left.",
+        ("rank",),
+        _ranks,
+    ),
+    Gauge(
+        "llm_kv_projected_peak_blocks",
+        "Most hot blocks that present work and arrivals will hold within two minutes, by learned lengths. Above the "
+        "pool's size: preemption is coming. Absent until twenty requests have finished.",
+        (),
+        _from_forecast("projected_peak_blocks"),
+    ),
+    Gauge(
+        "llm_engine_liveness",
+        "1 for what the engine's counters show: working, idle, stalled (work in flight, nothing moves), dead (a canary "
+        "got no answer), unknown. Trust this over the engine's health route.",
+        ("state",),
+        _liveness,
+    ),
+    Gauge(
+        "llm_engine_quiet_seconds",
+        "Seconds since a counter of the engine last moved. Normal while idle; with requests running, a hang.",
+        (),
+        _quiet,
+    ),
+    Gauge(
+        "llm_request_arrivals_per_second",
+        "Requests that came in, over the last minute.",
+        (),
+        _from_service("arrivals_per_s"),
+    ),
+    Gauge(
+        "llm_request_admissions_per_second",
+        "Requests that began to run, over the last minute. Zero while requests wait: admission is blocked.",
+        (),
+        _from_service("admissions_per_s"),
+    ),
+    Gauge(
+        "llm_request_finishes_per_second",
+        "Requests that ended, over the last minute.",
+        (),
+        _from_service("finishes_per_s"),
+    ),
+    Gauge(
+        "llm_preemptions_inferred_per_second",
+        "Requests that stopped running unfinished while the queue grew, over the last minute: preemptions before the "
+        "engine counts them.",
+        (),
+        _from_service("inferred_preemptions_per_s"),
+    ),
+    Gauge(
+        "llm_prefix_cache_recent_hit_ratio",
+        "Share of prompt tokens found in the prefix cache over the last minute. Absent without a prompt.",
+        (),
+        _from_service("prefix_hit_ratio"),
+    ),
+    Gauge(
+        "llm_time_to_first_token_seconds",
+        "Time to the first token over the last minute, by quantile, from the engine's histogram.",
+        ("quantile",),
+        _quantiles("ttft"),
+    ),
+    Gauge(
+        "llm_inter_token_seconds",
+        "Time between tokens over the last minute, by quantile, from the engine's histogram.",
+        ("quantile",),
+        _quantiles("inter_token"),
+    ),
+    Gauge(
+        "llm_request_seconds",
+        "Whole time of requests that ended in the last minute, by quantile, from the engine's histogram.",
+        ("quantile",),
+        _quantiles("end_to_end"),
+    ),
+    Gauge(
+        "llm_device_memory_bytes",
+        "Accelerator memory. engine and other: by process, where the driver tells; other is a neighbour on a shared "
+        "device.",
+        ("device", "state"),
+        _device_memory,
+    ),
+    Gauge(
+        "llm_device_uncorrected_ecc_errors",
+        "Memory errors that could not be corrected since the driver was loaded. Any rise: replace the device.",
+        ("device",),
+        _from_devices("uncorrected_ecc_errors"),
+    ),
+    Gauge(
+        "llm_device_last_xid",
+        "Number of the last fault (XID) that the driver reported while the agent ran.",
+        ("device",),
+        _from_devices("last_xid"),
+    ),
+    Gauge(
+        "llm_host_memory_bytes",
+        "Host memory of the engine's control group: limit, and used without file pages that can be dropped.",
+        ("state",),
+        _host_memory,
+    ),
+    Gauge(
+        "llm_host_memory_stall_ratio",
+        "Share of the last ten seconds in which some or all (full) tasks of the group waited for memory.",
+        ("kind",),
+        _host_stalls,
+    ),
+    Gauge(
+        "llm_engine_capability",
+        "1 for each thing that the engine was found to offer.",
+        ("capability",),
+        _features,
     ),
     Gauge(
         "ullage_agent_contract_violations",

@@ -1,24 +1,28 @@
 """Reads the engine at a steady pace and publishes what follows. A slow or dead engine delays nothing else.
 
-`assess_reading` decides, `Poller` does the waiting. The forecast's window lives here because it spans polls.
+`Analysis` decides, `Poller` does the waiting. Whoever wants to know of each assessment listens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ullage_agent.adapters.base import EngineAdapter, Reading
+from ullage_agent.adapters.base import EngineAdapter, HasFeatures, Reading
+from ullage_agent.analysis import Analysis, Findings, Surroundings
+from ullage_agent.around import AroundReader
 from ullage_agent.board import Assessment, Board
+from ullage_agent.canary import CanaryKeeper
 from ullage_agent.clock import Clock
 from ullage_agent.errors import EngineError
-from ullage_agent.forecast import ForecastConfig, Sample, Window, forecast, observe
-from ullage_agent.fragmentation import fragmentation
-from ullage_agent.risk import RiskInputs, assess
+from ullage_agent.forecast import ForecastConfig
 from ullage_agent.wire import Action
 
 log = logging.getLogger(__name__)
+
+PollListener = Callable[[Assessment, Surroundings], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +39,28 @@ class PollConfig:
 class Poller:
     """Polls one adapter into one board."""
 
-    def __init__(self, adapter: EngineAdapter, board: Board, clock: Clock, config: PollConfig) -> None:
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        board: Board,
+        clock: Clock,
+        config: PollConfig,
+        *,
+        around: AroundReader | None = None,
+        canary: CanaryKeeper | None = None,
+    ) -> None:
         self._adapter = adapter
         self._board = board
         self._clock = clock
         self._config = config
-        self._window: Window = ()
+        self._analysis = Analysis(config.forecast)
+        self._around = around
+        self._canary = canary
         self._was_failing = False
+        self.listeners: list[PollListener] = []
+        """Told of every poll that went well; must not raise."""
+        self.on_failure: list[Callable[[float, str], None]] = []
+        """Told of every poll that failed, with its time and reason; must not raise."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Poll until `stop` is set. A poll that overruns its period delays the next; none are made up for."""
@@ -60,10 +79,23 @@ class Poller:
         reading = await self._read(began)
         if reading is None:
             return
-        self._window = widen(self._window, reading, began, self._config.forecast)
-        assessment = assess_reading(reading, self._window, self._adapter.capabilities(), began)
+        around = await self._look_around()
+        found = self._analysis.take(reading, began, around)
+        assessment = assess_reading(reading, found, self._adapter.capabilities(), self._features(), began)
         self._board.publish(assessment, self._clock.monotonic() - began)
         self._recovered()
+        if self._canary is not None:
+            self._canary.look(found.liveness, self._clock.monotonic())
+        for listen in self.listeners:
+            listen(assessment, around)
+
+    async def _look_around(self) -> Surroundings:
+        devices, host = ((), None) if self._around is None else await self._around.read()
+        error = None if self._canary is None else self._canary.error
+        return Surroundings(devices=devices, host=host, canary_error=error)
+
+    def _features(self) -> tuple[str, ...]:
+        return self._adapter.features() if isinstance(self._adapter, HasFeatures) else ()
 
     async def _read(self, began: float) -> Reading | None:
         try:
@@ -80,6 +112,8 @@ class Poller:
 
     def _fail(self, why: str, began: float) -> None:
         self._board.fail(why, self._clock.monotonic() - began)
+        for listen in self.on_failure:
+            listen(began, why)
         if not self._was_failing:
             log.warning("cannot read the engine: %s", why)
         self._was_failing = True
@@ -90,30 +124,20 @@ class Poller:
         self._was_failing = False
 
 
-def widen(window: Window, reading: Reading, began: float, config: ForecastConfig) -> Window:
-    """The forecast's window after a reading; unchanged where hot blocks are unknown."""
-    hot = reading.snapshot.hot_blocks
-    if hot is None:
-        return window
-    sample = Sample(
-        at=began,
-        instance=reading.identity.instance,
-        sequence=reading.snapshot.sequence,
-        hot_blocks=hot,
-    )
-    return observe(window, sample, config)
-
-
-def assess_reading(reading: Reading, window: Window, capabilities: tuple[Action, ...], began: float) -> Assessment:
-    """Everything that follows from a reading and its window. Pure."""
-    figures = fragmentation(reading.snapshot)
-    outlook = forecast(window, reading.snapshot)
-    risk = assess(RiskInputs(snapshot=reading.snapshot, fragmentation=figures, forecast=outlook))
+def assess_reading(
+    reading: Reading, found: Findings, capabilities: tuple[Action, ...], features: tuple[str, ...], began: float
+) -> Assessment:
+    """What is published of a reading and its findings. Pure."""
     return Assessment(
         reading=reading,
-        fragmentation=figures,
-        forecast=outlook,
-        risk=risk,
+        fragmentation=found.fragmentation,
+        forecast=found.forecast,
+        risk=found.risk,
+        service=found.service,
+        liveness=found.liveness,
+        devices=found.surroundings.devices,
+        host=found.surroundings.host,
         capabilities=capabilities,
+        features=features,
         began_at=began,
     )

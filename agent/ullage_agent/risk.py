@@ -1,13 +1,22 @@
-"""Risk of running out of KV cache: named terms of 0..100 each, and their maximum as the score.
+"""Risk of running out of memory: named terms of 0..100 each, and their maximum as the score.
 
-Pure and without memory: the same snapshot and forecast always give the same score, so hysteresis and cooldowns
-belong to whoever acts on it. A term whose inputs the engine cannot say is absent, not zero; without any term
-there is no score.
+Pure and without memory: the same inputs always give the same score, so hysteresis and cooldowns belong to whoever
+acts on it. A term whose inputs nobody can say is absent, not zero; without any term there is no score. The curves
+are pictured in `docs/risk.md`.
 
 Terms:
     classic    `min(100, 100 * (0.6 * pressure + 0.4 * external))` with `pressure = hot / total` and external
                fragmentation. Cached blocks are no pressure, but a pool without a free block has external 1.0.
-    forecast   how soon the pool can no longer serve what was already admitted, by `FORECAST_CURVE`.
+    forecast   how soon the pool can no longer serve what was already admitted, by `FORECAST_CURVE`; while no lengths
+               were learned, at most what `UNLEARNED_CURVE` allows.
+    thrash     work lost to preemption over the last minute: preemptions per finished request by `PREEMPTION_CURVE`
+               and recomputed tokens as a share of all by `RECOMPUTE_CURVE`; the greater counts.
+    device     the tightest accelerator: free memory by `DEVICE_CURVE`, or the time until it is gone at its present
+               growth by `FORECAST_CURVE`. The pool itself is allocated for good, so what is free is what activations,
+               graphs and neighbours share; memory that the engine's allocator holds but cannot hand out in one piece
+               is not counted as free.
+    host       control group: used share by `HOST_CURVE`, time to the limit by `FORECAST_CURVE`, stalls by
+               `PSI_CURVE`, and the unfilled rest of the offload tier against the room that is left.
 """
 
 from __future__ import annotations
@@ -15,13 +24,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ullage_agent.wire import Forecast, Fragmentation, Snapshot
+from ullage_agent.wire import Device, Forecast, Fragmentation, Host, Service, Snapshot
 
-FORECAST_CURVE: tuple[tuple[float, float], ...] = ((5.0, 100.0), (30.0, 85.0), (120.0, 50.0), (600.0, 0.0))
-"""Seconds to exhaustion (p50) → points, straight lines between, flat outside.
+Curve = tuple[tuple[float, float], ...]
+"""Corners, ascending in x; straight lines between, flat outside."""
+
+FORECAST_CURVE: Curve = ((5.0, 100.0), (30.0, 85.0), (120.0, 50.0), (600.0, 0.0))
+"""Seconds to exhaustion (p50) → points.
 
 30 s → 85 is where eviction starts by default: about as long as an eviction, its effect and one retry take.
 """
+UNLEARNED_CURVE: Curve = ((0.4, 40.0), (0.65, 100.0))
+"""Hot share of the pool → most points of the forecast term while no lengths were learned: every pool that begins to
+serve fills fast at first, and growth alone can't tell a beginning from an end."""
+PREEMPTION_CURVE: Curve = ((0.0, 0.0), (0.05, 50.0), (0.3, 85.0), (1.0, 100.0))
+"""Preemptions per finished request → points: at 0.3 every third answer was computed twice."""
+RECOMPUTE_CURVE: Curve = ((0.0, 0.0), (0.02, 30.0), (0.15, 85.0), (0.4, 100.0))
+"""Recomputed tokens as a share of all computed → points."""
+DEVICE_CURVE: Curve = ((0.002, 100.0), (0.01, 85.0), (0.03, 50.0), (0.08, 0.0))
+"""Free device memory as a share of all → points."""
+HOST_CURVE: Curve = ((0.80, 0.0), (0.90, 50.0), (0.95, 85.0), (0.99, 100.0))
+"""Used memory as a share of the control group's limit → points."""
+PSI_CURVE: Curve = ((0.05, 0.0), (0.2, 50.0), (0.5, 85.0), (0.9, 100.0))
+"""Share of ten seconds in which all tasks waited for memory (full) → points."""
+TIER_CURVE: Curve = ((0.7, 0.0), (1.0, 60.0), (1.5, 85.0), (3.0, 100.0))
+"""What the offload tier may still take, over the room below the limit → points: above 1 it does not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOutlook:
+    """One device and where it is heading."""
+
+    device: Device
+    exhaustion_s: float | None = None
+    """Seconds until nothing is free at the present growth; None: not in sight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +67,10 @@ class RiskInputs:
     snapshot: Snapshot
     fragmentation: Fragmentation
     forecast: Forecast
+    service: Service | None = None
+    devices: tuple[DeviceOutlook, ...] = ()
+    host: Host | None = None
+    host_exhaustion_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +103,12 @@ def classic(inputs: RiskInputs) -> float | None:
 
 def imminence(inputs: RiskInputs) -> float | None:
     """Time to exhaustion by `FORECAST_CURVE`; 0 when it was looked for and is not in sight."""
-    forecast = inputs.forecast
+    forecast, state = inputs.forecast, inputs.snapshot
     if forecast.exhaustion_p50_s is not None:
-        return points_on_curve(forecast.exhaustion_p50_s, FORECAST_CURVE)
+        points = points_on_curve(forecast.exhaustion_p50_s, FORECAST_CURVE)
+        if forecast.projected_peak_blocks is not None or not state.total_blocks or state.hot_blocks is None:
+            return points
+        return min(points, points_on_curve(_tightest_usage(state), UNLEARNED_CURVE))
     demand, supply = forecast.demand_blocks, forecast.supply_blocks
     if supply is None:
         return None
@@ -73,7 +116,52 @@ def imminence(inputs: RiskInputs) -> float | None:
     return 0.0 if fits or forecast.growth_blocks_per_s is not None else None
 
 
-def points_on_curve(value: float, curve: tuple[tuple[float, float], ...]) -> float:
+def thrash(inputs: RiskInputs) -> float | None:
+    """Work lost to preemption. One preemption alone is none: a pool may be full for a moment."""
+    found = inputs.service
+    if found is None:
+        return None
+    rates = [rate for rate in (found.preemptions_per_s, found.inferred_preemptions_per_s) if rate is not None]
+    points: list[float] = []
+    if rates:
+        count = max(rates) * found.window_s
+        finished = max(1.0, (found.finishes_per_s or 0.0) * found.window_s)
+        points.append(points_on_curve(count / finished, PREEMPTION_CURVE) if count > 1.0 else 0.0)
+    if found.recomputed_share is not None:
+        points.append(points_on_curve(found.recomputed_share, RECOMPUTE_CURVE))
+    return max(points, default=None)
+
+
+def device(inputs: RiskInputs) -> float | None:
+    """The tightest device, by what is free of it and by how long that lasts."""
+    points: list[float] = []
+    for outlook in inputs.devices:
+        total, used = outlook.device.total_bytes, outlook.device.used_bytes
+        if not total or used is None:
+            continue
+        points.append(points_on_curve(max(0, total - used) / total, DEVICE_CURVE))
+        if outlook.exhaustion_s is not None:
+            points.append(points_on_curve(outlook.exhaustion_s, FORECAST_CURVE))
+    return max(points, default=None)
+
+
+def host(inputs: RiskInputs) -> float | None:
+    """The control group against its limit, its stalls, and the offload tier that grows in it."""
+    found = inputs.host
+    if found is None:
+        return None
+    points: list[float] = []
+    if found.psi_full_avg10 is not None:
+        points.append(points_on_curve(found.psi_full_avg10, PSI_CURVE))
+    if found.limit_bytes and found.used_bytes is not None:
+        points.append(points_on_curve(found.used_bytes / found.limit_bytes, HOST_CURVE))
+        if inputs.host_exhaustion_s is not None:
+            points.append(points_on_curve(inputs.host_exhaustion_s, FORECAST_CURVE))
+        points.append(_tier(inputs.snapshot, found.used_bytes, found.limit_bytes))
+    return max(points, default=None)
+
+
+def points_on_curve(value: float, curve: Curve) -> float:
     """Straight lines between the curve's corners (ascending in x), flat outside them."""
     left_x, left_y = curve[0]
     if value <= left_x:
@@ -86,7 +174,27 @@ def points_on_curve(value: float, curve: tuple[tuple[float, float], ...]) -> flo
     return left_y
 
 
+def _tightest_usage(state: Snapshot) -> float:
+    """Hot share of the pool; of the fullest one where an engine has several."""
+    parts = [(rank.hot_blocks, rank.total_blocks) for rank in state.ranks] or [(state.hot_blocks, state.total_blocks)]
+    return max((hot / total for hot, total in parts if hot is not None and total), default=1.0)
+
+
+def _tier(snapshot: Snapshot, used: int, limit: int) -> float:
+    """A tier that was allocated at the start is in `used` already; it cannot be greater than that."""
+    size, filled = snapshot.host_total_bytes, snapshot.host_used_bytes
+    if size is None or filled is None or size <= max(filled, used):
+        return 0.0
+    return points_on_curve((size - filled) / max(1, limit - used), TIER_CURVE)
+
+
 Term = Callable[[RiskInputs], float | None]
 
-TERMS: tuple[tuple[str, Term], ...] = (("classic", classic), ("forecast", imminence))
+TERMS: tuple[tuple[str, Term], ...] = (
+    ("classic", classic),
+    ("forecast", imminence),
+    ("thrash", thrash),
+    ("device", device),
+    ("host", host),
+)
 """Name and function of each term, in order of precedence among equals."""

@@ -31,6 +31,7 @@ from ullage_agent.errors import (
     EngineRefused,
     KeyReused,
 )
+from ullage_agent.page import Page
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,10 @@ LINGER_S = 0.5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def metrics_app(board: Board, registry: CollectorRegistry, *, fresh_s: float) -> web.Application:
-    """The plain port: `/metrics`, `/healthz`, `/readyz`."""
+def metrics_app(
+    board: Board, registry: CollectorRegistry, *, fresh_s: float, page: Page | None = None
+) -> web.Application:
+    """The plain port: `/metrics`, `/healthz`, `/readyz`, and the page at `/`."""
 
     async def metrics(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
@@ -64,6 +67,8 @@ def metrics_app(board: Board, registry: CollectorRegistry, *, fresh_s: float) ->
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
+    if page is not None:
+        page.add_to(app)
     return app
 
 

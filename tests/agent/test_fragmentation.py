@@ -8,7 +8,7 @@ from ullage_agent.wire import Snapshot
 
 @pytest.mark.parametrize(
     ("free", "run", "expected"),
-    [(0, 0, 1.0), (0, None, 1.0), (10, 10, 0.0), (10, 4, 0.6), (10, None, None), (None, 4, None)],
+    [(0, 0, 1.0), (0, None, None), (10, 10, 0.0), (10, 4, 0.6), (10, None, None), (None, 4, None)],
 )
 def test_external(free: int | None, run: int | None, expected: float | None) -> None:
     figures = fragmentation(Snapshot(sampled_at=0, free_blocks=free, largest_free_run_blocks=run))

@@ -109,7 +109,7 @@ async def test_unknown_is_absent_and_never_zero(clock: ManualClock) -> None:
     rig = scripted(clock, Step(snapshot={"hot_blocks": 5}))
     await rig.poller.poll_once()
     names = {name for name, _ in rig.scrape() if name.startswith("llm_")}
-    assert names == {"llm_engine_info"}
+    assert names == {"llm_engine_info", "llm_engine_liveness", "llm_engine_quiet_seconds"}
 
 
 async def test_a_zero_that_was_said_is_shown(clock: ManualClock) -> None:

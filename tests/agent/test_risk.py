@@ -60,7 +60,14 @@ def test_classic(hot: int | None, total: int | None, external: float | None, poi
 
 
 def test_a_pool_of_nothing_but_cache_has_external_one_and_no_pressure() -> None:
-    snapshot = Snapshot(sampled_at=0, total_blocks=256, hot_blocks=0, reclaimable_blocks=256, free_blocks=0)
+    snapshot = Snapshot(
+        sampled_at=0,
+        total_blocks=256,
+        hot_blocks=0,
+        reclaimable_blocks=256,
+        free_blocks=0,
+        largest_free_run_blocks=0,
+    )
     risk = assess(RiskInputs(snapshot=snapshot, fragmentation=fragmentation(snapshot), forecast=Forecast()))
     assert risk.terms == {"classic": 40.0}
 

@@ -106,7 +106,7 @@ async def test_plain_port(rig: Rig, clock: ManualClock) -> None:
     assert (await rig.get("/healthz"))[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/risk", "/v1/actions/evict", "/"])
+@pytest.mark.parametrize("path", ["/v1/risk", "/v1/actions/evict", "/page"])
 async def test_plain_port_offers_nothing_else(rig: Rig, path: str) -> None:
     assert (await rig.get(path))[0] == 404
 

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from ullage_agent.adapters import BUILTIN_ADAPTERS, AdapterConfig
 from ullage_agent.adapters.vllm import parse_metrics
-from ullage_agent.board import Assessment
+from ullage_agent.analysis import Analysis, Findings
 from ullage_agent.clock import ManualClock
 from ullage_agent.errors import EngineProtocolError
-from ullage_agent.forecast import ForecastConfig, Window
-from ullage_agent.poller import assess_reading, widen
 from ullage_agent.wire import ACTIONS, ActionRequest
 
 TRACES = Path(__file__).parent / "traces"
@@ -27,17 +25,16 @@ def exposition() -> str:
     return lzma.decompress((TRACES / "vllm-0.32-load.txt.xz").read_bytes()).decode()
 
 
-def replay(name: str) -> Iterator[tuple[float, Assessment]]:
+def replay(name: str) -> Iterator[tuple[float, Findings]]:
     """Seconds into a trace, and what the agent would have made of each scrape."""
     text = lzma.decompress((TRACES / name).read_bytes()).decode()
     parts = re.split(r"^### scrape ([\d.]+)\n", text, flags=re.MULTILINE)[1:]
-    window: Window = ()
+    analysis = Analysis()
     for stamp, body in zip(parts[::2], parts[1::2], strict=True):
         at = float(stamp)
         reading = parse_metrics(body.encode(), at)
         assert reading.violations == ()
-        window = widen(window, reading, at, ForecastConfig())
-        yield at - float(parts[0]), assess_reading(reading, window, (), at)
+        yield at - float(parts[0]), analysis.take(reading, at)
 
 
 def test_reads_a_real_exposition(exposition: str) -> None:
