@@ -147,15 +147,12 @@ def prospect(state: Snapshot, moments: Moments, lengths: Lengths) -> Prospect | 
         held_tokens=float(hot * tokens),
         running=state.running,
         waiting=state.waiting or 0,
-        arrivals_per_s=arrivals * share,
         tokens_per_s=speed / busy,
         prompt_tokens=lengths.prompt_mean * (1.0 - (recent.prefix_hit_ratio or 0.0)) + tokens / 2,
     )
     spread = BAND * math.sqrt(max(arrivals * share, 1.0 / recent.window_s) / recent.window_s)
-    courses = [
-        project(replace(load, arrivals_per_s=max(0.0, arrivals * share + step)), lengths, PROJECTION_S)
-        for step in (spread, 0.0, -spread)
-    ]
+    outlook = project(load, lengths, PROJECTION_S)
+    courses = [outlook.course(max(0.0, arrivals * share + step)) for step in (spread, 0.0, -spread)]
     early, middle, late = (course.reaches(total * tokens) for course in courses)
     return Prospect(
         peak_blocks=courses[1].peak / tokens,

@@ -21,6 +21,8 @@ from ullage_agent.wire import Device
 
 log = logging.getLogger(__name__)
 
+RETRY_READINGS = 60
+"""A driver that failed is tried again at every sixtieth reading: looking for its library costs more than a poll."""
 XID_EVENT = 0x8
 """nvmlEventTypeXidCriticalError."""
 
@@ -35,11 +37,15 @@ class NvmlDevices:
         self._events: Any = None
         self._xids: dict[int, int] = {}
         self._said: str | None = None
+        self._skip = 0
         self.error: str | None = None
         """Why the last reading found nothing; None when it found devices."""
 
     def read(self) -> tuple[Device, ...]:
         """All devices; none without a driver, and after a failure of it."""
+        if self._skip:
+            self._skip -= 1
+            return ()
         try:
             handles = self._open()
             self._collect_xids()
@@ -66,7 +72,8 @@ class NvmlDevices:
         return self._handles
 
     def _forget(self, why: str) -> None:
-        """Try again at the next reading: a driver may be loaded, or come back after a reset."""
+        """Try again later: a driver may be loaded, or come back after a reset."""
+        self._skip = RETRY_READINGS - 1
         if self._said != why:
             log.info("no device memory to watch: %s", why)
         self._said = self.error = why

@@ -69,8 +69,8 @@ def _pressure(path: Path) -> dict[str, float]:
     """`some avg10=1.23 …` → share of the last ten seconds."""
     found: dict[str, float] = {}
     for line in _text(path).splitlines():
-        kind, *pairs = line.split()
-        for pair in pairs:
+        kind, _, rest = line.partition(" ")
+        for pair in rest.split():
             name, _, value = pair.partition("=")
             try:
                 share = float(value) / 100.0

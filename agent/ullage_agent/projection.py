@@ -15,21 +15,23 @@ with S(x) the share of answers longer than x tokens, and r the tokens a second o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 
 from ullage_agent.lengths import Lengths
 
-CELLS = 40
-"""Resolution of lengths, and of time where sequences are fast."""
+CELLS = 24
+"""Resolution of lengths."""
+STEPS = 48
+"""Most steps in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the engine holds and gets. Tokens and seconds."""
+    """What the engine holds. Tokens and seconds."""
 
     held_tokens: float
     running: int
     waiting: int
-    arrivals_per_s: float
     tokens_per_s: float
     """Pace of one sequence."""
     prompt_tokens: float
@@ -59,29 +61,41 @@ class Course:
         return None
 
 
-def project(load: Load, lengths: Lengths, horizon_s: float) -> Course:
-    """The course of tokens held over `horizon_s` seconds."""
-    cell = max(lengths.longest() / CELLS, load.tokens_per_s * horizon_s / (4 * CELLS))
-    steps = max(1, min(4 * CELLS, round(load.tokens_per_s * horizon_s / cell)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """The course in two parts, because arrivals enter it linearly and are the least certain."""
+
+    times: tuple[float, ...]
+    present: tuple[float, ...]
+    """Tokens of those who run or wait now."""
+    coming: tuple[float, ...]
+    """Tokens of those who will have come by then, for one arrival a second."""
+
+    def course(self, arrivals_per_s: float) -> Course:
+        """The course at a pace of arrivals."""
+        held = (now + arrivals_per_s * new for now, new in zip(self.present, self.coming, strict=True))
+        return Course(times=self.times, held=tuple(held))
+
+
+def project(load: Load, lengths: Lengths, horizon_s: float) -> Outlook:
+    """Tokens held over `horizon_s` seconds."""
+    cell = max(lengths.longest() / CELLS, load.tokens_per_s * horizon_s / STEPS)
+    steps = max(1, min(STEPS, round(load.tokens_per_s * horizon_s / cell)))
     survival = [lengths.survival(index * cell) for index in range(CELLS + steps + 1)]
-    prompt = load.prompt_tokens
+    prompt, pause = load.prompt_tokens, cell / load.tokens_per_s
+    # tokens that a request holds at an age, times the chance that it gets so old
+    alive = [share * (prompt + index * cell) for index, share in enumerate(survival)]
     ages = _ages(load, survival, cell)
-    total_age = sum(ages) or 1.0
-    held_now = sum(weight * (prompt + index * cell) for index, weight in enumerate(ages)) / total_age
+    weights = [weight / survival[index] if survival[index] else 0.0 for index, weight in enumerate(ages)]
+    held_now = sum(map(mul, weights, alive))
     scale = load.held_tokens / held_now if held_now else 0.0  # shared prefixes hold less, half-filled blocks more
-    times, held, came = [0.0], [load.held_tokens], 0.0
-    pause = cell / load.tokens_per_s
+    times, present, coming, came = [0.0], [load.held_tokens], [0.0], 0.0
     for step in range(1, steps + 1):
-        old = sum(
-            weight * survival[index + step] / survival[index] * (prompt + (index + step) * cell)
-            for index, weight in enumerate(ages)
-            if weight and survival[index]
-        )
-        fresh = survival[step] * (prompt + step * cell)
-        came += load.arrivals_per_s * pause * (fresh + survival[step - 1] * (prompt + (step - 1) * cell)) / 2
+        came += pause * (alive[step] + alive[step - 1]) / 2
         times.append(step * pause)
-        held.append(old / total_age * scale + load.waiting * fresh + came)
-    return Course(times=tuple(times), held=tuple(held))
+        present.append(scale * sum(map(mul, weights, alive[step:])) + load.waiting * alive[step])
+        coming.append(came)
+    return Outlook(times=tuple(times), present=tuple(present), coming=tuple(coming))
 
 
 def _ages(load: Load, survival: list[float], cell: float) -> list[float]:

@@ -4,9 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ullage_agent import risk as risk_module
 from ullage_agent.fragmentation import fragmentation
-from ullage_agent.risk import FORECAST_CURVE, RiskInputs, assess, classic, imminence, points_on_curve
-from ullage_agent.wire import Forecast, Fragmentation, Snapshot
+from ullage_agent.risk import (
+    FORECAST_CURVE,
+    DeviceOutlook,
+    RiskInputs,
+    assess,
+    classic,
+    device,
+    host,
+    imminence,
+    points_on_curve,
+    thrash,
+)
+from ullage_agent.wire import Device, Forecast, Fragmentation, Host, Service, Snapshot
 
 
 def inputs(
@@ -134,3 +146,105 @@ def test_classic_rises_with_pressure(total: int, external: float, data: st.DataO
     more = classic(inputs(hot=high, total=total, external=external))
     assert less is not None and more is not None
     assert less <= more
+
+
+def served(**fields: float) -> Service:
+    return Service(window_s=60.0, **fields)
+
+
+@pytest.mark.parametrize(
+    ("found", "points"),
+    [
+        (None, None),
+        (served(), None),
+        (served(preemptions_per_s=0.0, finishes_per_s=1.0), 0.0),
+        (served(preemptions_per_s=1 / 60, finishes_per_s=0.0), 0.0),  # one alone is no thrash
+        (served(preemptions_per_s=0.3, finishes_per_s=1.0), 85.0),
+        (served(preemptions_per_s=0.0, inferred_preemptions_per_s=0.3, finishes_per_s=1.0), 85.0),
+        (served(preemptions_per_s=2.0, finishes_per_s=1.0), 100.0),
+        (served(recomputed_share=0.15), 85.0),
+    ],
+)
+def test_thrash(found: Service | None, points: float | None) -> None:
+    state = RiskInputs(
+        snapshot=Snapshot(sampled_at=0), fragmentation=Fragmentation(), forecast=Forecast(), service=found
+    )
+    assert thrash(state) == (None if points is None else pytest.approx(points))
+
+
+GIB = 1 << 30
+
+
+def on_device(used: float, exhaustion_s: float | None = None) -> RiskInputs:
+    gpu = Device(index=0, total_bytes=100 * GIB, used_bytes=int(used * GIB))
+    return RiskInputs(
+        snapshot=Snapshot(sampled_at=0),
+        fragmentation=Fragmentation(),
+        forecast=Forecast(),
+        devices=(
+            DeviceOutlook(device=Device(index=1)),  # a driver that says nothing
+            DeviceOutlook(device=gpu, exhaustion_s=exhaustion_s),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("used", "seconds_left", "points"),
+    [
+        (50.0, None, 0.0),
+        (92.0, None, 0.0),
+        (97.0, None, 50.0),
+        (99.0, None, 85.0),
+        (100.0, None, 100.0),
+        (90.0, 30.0, 85.0),
+    ],
+)
+def test_device(used: float, seconds_left: float | None, points: float) -> None:
+    assert device(on_device(used, seconds_left)) == pytest.approx(points)
+
+
+def test_no_device_is_no_term() -> None:
+    assert device(inputs()) is None
+
+
+def on_host(group: Host | None, **state: int) -> RiskInputs:
+    return RiskInputs(
+        snapshot=Snapshot(sampled_at=0, **state), fragmentation=Fragmentation(), forecast=Forecast(), host=group
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "state", "points"),
+    [
+        (None, {}, None),
+        (Host(), {}, None),
+        (Host(limit_bytes=100, used_bytes=80), {}, 0.0),
+        (Host(limit_bytes=100, used_bytes=95), {}, 85.0),
+        (Host(limit_bytes=100, used_bytes=10, psi_full_avg10=0.5), {}, 85.0),
+        (Host(used_bytes=95), {}, None),  # no limit, nothing to run into
+        (Host(limit_bytes=100, used_bytes=20), {"host_total_bytes": 160, "host_used_bytes": 10}, 88.75),
+        (Host(limit_bytes=100, used_bytes=60), {"host_total_bytes": 50, "host_used_bytes": 10}, 0.0),  # allocated
+    ],
+)
+def test_host(group: Host | None, state: dict[str, int], points: float | None) -> None:
+    found = host(on_host(group, **state))
+    assert found == (None if points is None else pytest.approx(points, abs=1.0))
+
+
+@pytest.mark.parametrize(
+    ("hot", "peak", "points"), [(20, None, 40.0), (60, None, 88.0), (70, None, 100.0), (20, 99, 100.0)]
+)
+def test_growth_without_learned_lengths_counts_for_less(hot: int, peak: int | None, points: float) -> None:
+    outlook = Forecast(exhaustion_p50_s=1.0, supply_blocks=1, projected_peak_blocks=peak)
+    assert imminence(inputs(hot=hot, total=100, forecast=outlook)) == pytest.approx(points)
+
+
+CURVES = [getattr(risk_module, name) for name in vars(risk_module) if name.endswith("_CURVE")]
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_curves_are_monotone_and_in_range(curve: risk_module.Curve) -> None:
+    xs, ys = zip(*curve, strict=True)
+    assert list(xs) == sorted(set(xs))
+    assert list(ys) in (sorted(ys), sorted(ys, reverse=True))
+    assert min(ys) >= 0.0 and max(ys) <= 100.0
