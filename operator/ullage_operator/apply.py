@@ -1,18 +1,33 @@
-"""Send one running remediation to its agent and write the answer into the record. Decides nothing."""
+"""Carry out one step of a running remediation and put the outcome into the record. Decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from ullage_agent.wire import ActionRequest
-from ullage_operator.errors import AgentRefused, AgentUnreachable
+from ullage_operator.errors import AgentRefused, AgentUnreachable, ClusterError
 from ullage_operator.gather import AgentClient
-from ullage_operator.model import Remediation
+from ullage_operator.model import ENGINE_ACTIONS, EngineAction, Remediation
 from ullage_operator.observation import AgentTarget
-from ullage_operator.remediation import answered, finish, sent, unanswered
+from ullage_operator.remediation import answered, finish, sent, stepped, unanswered
 
 ACTION_TIMEOUT_S = 10.0
 """Bound that the agent is given for one action."""
+DRAIN_TIMEOUT_S = 5.0
+"""Bound of the last drain of an engine that has nothing in flight."""
+
+
+class Scaler(Protocol):
+    """Changes the number of engines. Every call may be repeated; each may raise ClusterError."""
+
+    async def set_replicas(self, *, expected: int, wanted: int) -> None:
+        """Want that many engines; refused when neither `expected` nor `wanted` is what is wanted now."""
+        ...
+
+    async def set_serving(self, pod: str, *, serving: bool) -> None:
+        """Let the Service send requests to a pod or not, and make it the first or an ordinary one to be removed."""
+        ...
 
 
 def request_for(record: Remediation) -> ActionRequest:
@@ -22,25 +37,75 @@ def request_for(record: Remediation) -> ActionRequest:
         ratio=parameters.ratio,
         max_prompt_tokens=parameters.max_prompt_tokens,
         ttl_s=parameters.ttl_seconds,
+        budget_ms=parameters.budget_ms,
         timeout_s=ACTION_TIMEOUT_S,
         reason=record.spec.reason,
     )
 
 
 async def apply(
-    record: Remediation, target: AgentTarget, agents: AgentClient, *, clock: Callable[[], float]
+    record: Remediation,
+    targets: Sequence[AgentTarget],
+    agents: AgentClient,
+    *,
+    scaler: Scaler | None,
+    clock: Callable[[], float],
 ) -> Remediation:
-    """Send a Running record, which the caller has written down before, under its name as the key.
+    """Take the step that a Running record, which the caller has written down before, stands at.
 
     Returns the record to write: answered (Running until its effect is judged, or final), or still Running
-    without an answer when it was lost. Sending the same record again is safe.
+    without an answer when it was lost. Taking the same step again is safe.
     """
+    target = next((t for t in targets if t.uid == record.spec.pod_uid), None)
+    action = next((name for name in ENGINE_ACTIONS if name == record.spec.action), None)
+    if action is not None:
+        return record if target is None else await _act(record, action, target, agents, clock=clock)
+    if scaler is None:
+        return finish(sent(record), "Failed", message="the number of engines cannot be changed here", now=clock())
+    return await _scale(record, target, agents, scaler, clock=clock)
+
+
+async def _act(
+    record: Remediation, action: EngineAction, target: AgentTarget, agents: AgentClient, *, clock: Callable[[], float]
+) -> Remediation:
     tried = sent(record)
-    key = record.metadata.name
     try:
-        result = await agents.act(target, record.spec.action, request_for(record), key=key)
+        result = await agents.act(target, action, request_for(record), key=record.metadata.name)
     except AgentRefused as error:
         return finish(tried, "Failed", message=f"the agent refused: {error}", now=clock())
     except AgentUnreachable as error:
         return unanswered(tried, f"attempt {tried.status.attempts}: {error}")
     return answered(tried, result, now=clock())
+
+
+async def _scale(
+    record: Remediation,
+    target: AgentTarget | None,
+    agents: AgentClient,
+    scaler: Scaler,
+    *,
+    clock: Callable[[], float],
+) -> Remediation:
+    tried, stage, message = sent(record), record.status.stage, record.status.message
+    before, after = record.spec.parameters.from_replicas or 1, record.spec.parameters.to_replicas or 1
+    try:
+        if stage in ("Draining", "Restoring"):
+            await scaler.set_serving(record.spec.pod, serving=stage == "Restoring")
+        elif stage == "Cancelling":
+            await scaler.set_replicas(expected=after, wanted=before)
+        else:
+            if stage == "Removing" and target is not None:
+                await _drain(record, target, agents)
+            await scaler.set_replicas(expected=before, wanted=after)
+    except ClusterError as error:
+        return unanswered(tried, f"{message} (attempt {tried.status.attempts}: {error})"[:1000])
+    return stepped(tried, message, now=clock())
+
+
+async def _drain(record: Remediation, target: AgentTarget, agents: AgentClient) -> None:
+    """Close an engine that has nothing in flight, so that it is not ready and goes first. Its end drains it again."""
+    request = ActionRequest(timeout_s=DRAIN_TIMEOUT_S, reason=record.spec.reason)
+    try:
+        await agents.act(target, "drain", request, key=f"{record.metadata.name}-drain")
+    except (AgentRefused, AgentUnreachable):
+        return  # it takes no more requests in any case, and preStop drains whatever came

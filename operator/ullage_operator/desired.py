@@ -11,6 +11,7 @@ from typing import Any
 
 from ullage_operator.arguments import AgentFiles, agent_arguments, engine_arguments
 from ullage_operator.certificates import Credentials
+from ullage_operator.fleet import TRAFFIC_LABEL, TRAFFIC_ON
 from ullage_operator.model import API_VERSION, InferenceService, Resources
 from ullage_operator.remediation import SERVICE_LABEL
 
@@ -131,7 +132,7 @@ def _service(service: InferenceService) -> dict[str, Any]:
         "metadata": _metadata(service, service.metadata.name),
         "spec": {
             "type": "ClusterIP",
-            "selector": pod_labels(service),
+            "selector": {**pod_labels(service), TRAFFIC_LABEL: TRAFFIC_ON},
             "ports": [
                 {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in ports.items()
             ],
@@ -147,8 +148,9 @@ def _deployment(service: InferenceService, images: Images) -> dict[str, Any]:
         "spec": {
             "replicas": service.spec.replicas.effective,
             "selector": {"matchLabels": pod_labels(service)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {
-                "metadata": {"labels": pod_labels(service)},
+                "metadata": {"labels": {**pod_labels(service), TRAFFIC_LABEL: TRAFFIC_ON}},
                 "spec": _pod(service, images),
             },
         },

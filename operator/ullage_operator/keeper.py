@@ -14,20 +14,25 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from ullage_operator.alerts import AlertBoard
 from ullage_operator.book import Book, ServiceKey
+from ullage_operator.budget import Budget
 from ullage_operator.certificates import Credentials, client_context, server_name
 from ullage_operator.desired import Images
 from ullage_operator.errors import ClusterError, ManifestError, NameTaken
 from ullage_operator.events import decision_event, event
+from ullage_operator.fleet import Fleet, fleet_of
 from ullage_operator.gather import AgentClient
 from ullage_operator.kube import Cluster, Object
 from ullage_operator.manifest import read_service
 from ullage_operator.metrics import Metrics
 from ullage_operator.model import InferenceService, ServiceStatus
+from ullage_operator.observation import Observation
 from ullage_operator.policy import Decision
 from ullage_operator.reconcile import Reconciled, reconcile
 from ullage_operator.records import ClusterRecords
 from ullage_operator.remediation import SERVICE_LABEL
+from ullage_operator.scaler import ClusterScaler
 from ullage_operator.status import invalid_status, merge_body, observed_status
 from ullage_operator.sweep import Sweeper, SweepResult
 from ullage_operator.targets import agent_targets
@@ -53,8 +58,10 @@ class Office:
     clock: Callable[[], float]
     limiter: asyncio.Semaphore
     sweep_seconds: float
+    budget: Budget
     pods: Book = field(default_factory=Book)
     records: Book = field(default_factory=Book)
+    alerts: AlertBoard = field(default_factory=AlertBoard)
 
 
 class Keeper:
@@ -74,6 +81,7 @@ class Keeper:
         self._sweeper: Sweeper | None = None
         self._records: ClusterRecords | None = None
         self._last_decision: Decision | None = None
+        self._observations: tuple[Observation, ...] = ()
 
     def wake(self) -> None:
         """Reconcile soon: the service or a child of it changed."""
@@ -147,6 +155,7 @@ class Keeper:
         before = self._children.credentials if self._children else None
         problem = None
         try:
+            await self._rank(service)
             self._children = await reconcile(
                 service, cluster=self._office.cluster, images=self._office.images, clock=self._office.clock
             )
@@ -156,7 +165,7 @@ class Keeper:
                 await self._tell(service, "NameTaken", problem)
         self._problem = problem
         credentials = self._children.credentials if self._children else None
-        if credentials != before or service != self._service:
+        if credentials != before or service != self._service or self._sweeper is None:
             self._sweeper = self._new_sweeper(service, credentials)
         self._service = service
 
@@ -178,6 +187,9 @@ class Keeper:
             records=ClusterRecords(service, cluster=office.cluster, book=office.records, clock=office.clock),
             clock=office.clock,
             limiter=office.limiter,
+            scaler=ClusterScaler(self._key, office.cluster),
+            budget=office.budget,
+            watched=self._sweeper.watch if self._sweeper else None,
         )
 
     async def _sweep(self) -> SweepResult | None:
@@ -186,10 +198,22 @@ class Keeper:
         name = server_name(self._key.name, self._key.namespace)
         targets = agent_targets(self._office.pods.of(self._key), server_name=name)
         with self._office.metrics.sweep_seconds.time():
-            result = await self._sweeper.tick(targets)
+            result = await self._sweeper.tick(
+                targets, fleet=self._fleet, alerts=lambda: self._office.alerts.of(self._key, now=self._office.clock())
+            )
+        self._observations = result.observations
         self._office.metrics.count(result)
         await self._tell_decision(result.decision)
         return result
+
+    def _fleet(self) -> Fleet:
+        return fleet_of(self._office.pods.of(self._key))
+
+    async def _rank(self, service: InferenceService) -> None:
+        """Before fewer engines are wanted than there are: say whose loss costs the least."""
+        staying = self._fleet().staying
+        if not service.spec.suspend and len(staying) > service.spec.replicas.effective:
+            await ClusterScaler(self._key, self._office.cluster).rank(staying, self._observations)
 
     async def _tell_decision(self, decision: Decision) -> None:
         previous, self._last_decision = self._last_decision, decision

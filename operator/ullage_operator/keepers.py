@@ -84,6 +84,8 @@ class Keepers:
         self._generations.pop(key, None)
         self._office.pods.forget(key)
         self._office.records.forget(key)
+        self._office.budget.forget(key)
+        self._office.alerts.forget(key)
         self._office.metrics.services.set(len(self._keepers))
         if again and not self._closed:
             self._begin(key)  # a service of that name came back while the keeper was leaving

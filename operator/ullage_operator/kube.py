@@ -82,6 +82,11 @@ class Cluster:
         path = f"{_path(kind, namespace, name)}/status"
         return await self._call("PATCH", path, query, {"status": status}, "application/merge-patch+json")
 
+    async def patch(self, kind: str, namespace: str, name: str, body: Object, *, subresource: str = "") -> Object:
+        """Merge into an object or its subresource; with a resourceVersion in it only if that is still the present."""
+        path = _path(kind, namespace, name) + (f"/{subresource}" if subresource else "")
+        return await self._call("PATCH", path, {"fieldManager": SPEC_MANAGER}, body, "application/merge-patch+json")
+
     async def delete(self, kind: str, namespace: str, name: str) -> None:
         """Delete; one that is gone is no error."""
         try:

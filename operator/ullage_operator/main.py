@@ -21,6 +21,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 from prometheus_client import CollectorRegistry
 
+from ullage_operator.budget import Budget
 from ullage_operator.desired import Images
 from ullage_operator.errors import ClusterError, SetupError
 from ullage_operator.gather import CONCURRENCY
@@ -64,6 +65,7 @@ async def _operate(arguments: argparse.Namespace) -> None:
             clock=time.time,
             limiter=asyncio.Semaphore(CONCURRENCY),
             sweep_seconds=arguments.sweep_seconds,
+            budget=Budget(arguments.max_disruptions),
         )
         watching = asyncio.Event()
         try:
@@ -155,6 +157,7 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--engine-image", default=environment.get("ULLAGE_ENGINE_IMAGE", f"ullage-engine:{release}"))
     add("--agent-image", default=environment.get("ULLAGE_AGENT_IMAGE", f"ullage-agent:{release}"))
     add("--sweep-seconds", type=_seconds, default=2.0, help="time between two sweeps of a service's agents")
+    add("--max-disruptions", type=_count, default=10, help="disruptive actions in flight over all services")
     add("--http-host", default="0.0.0.0", help="address of /metrics, /healthz and /readyz")
     add("--http-port", type=_port, default=8080, help="port of the same; 0 for any free one")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
@@ -166,6 +169,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0.05 <= value <= 60:
         raise argparse.ArgumentTypeError(f"{text} is outside 0.05..60")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
     return value
 
 

@@ -12,6 +12,9 @@ from ullage_agent.wire import RiskReport
 from ullage_operator.fields import moment
 from ullage_operator.model import Evidence
 
+OUTSIDE_TERMS = frozenset({"device", "host"})
+"""Terms of the risk score that are about memory outside the KV cache's pool."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTarget:
@@ -54,6 +57,41 @@ class Observation:
         if self.report is None or self.report.sample_age_s is None:
             return float("-inf")
         return self.received_at - max(0.0, self.report.sample_age_s)
+
+    @property
+    def outside_score(self) -> float:
+        """Greatest risk of memory outside the cache (device, host), which no eviction gives back; 0.0 without."""
+        terms = self.report.terms if self.report else {}
+        return max((score for name, score in terms.items() if name in OUTSIDE_TERMS), default=0.0)
+
+    @property
+    def pool_score(self) -> float:
+        """Greatest risk of the cache itself; the whole score where the agent tells of no terms."""
+        terms = self.report.terms if self.report else {}
+        pool = [score for name, score in terms.items() if name not in OUTSIDE_TERMS]
+        return max(pool) if pool else 0.0 if terms else self.score
+
+    @property
+    def load(self) -> float | None:
+        """Share of blocks that running sequences hold, in percent; None where the engine cannot say."""
+        snapshot = self.report.snapshot if self.report else None
+        if snapshot is None or snapshot.hot_blocks is None or not snapshot.total_blocks:
+            return None
+        return 100.0 * snapshot.hot_blocks / snapshot.total_blocks
+
+    @property
+    def in_flight(self) -> int | None:
+        """Requests running and waiting; None where the engine cannot say."""
+        snapshot = self.report.snapshot if self.report else None
+        if snapshot is None or snapshot.running is None or snapshot.waiting is None:
+            return None
+        return snapshot.running + snapshot.waiting
+
+    @property
+    def warm_blocks(self) -> int:
+        """Blocks that would be lost with the engine: held by sequences or kept for reuse."""
+        snapshot = self.report.snapshot if self.report else None
+        return 0 if snapshot is None else (snapshot.hot_blocks or 0) + (snapshot.reclaimable_blocks or 0)
 
     def fresh(self, *, now: float, stale_after_s: float) -> bool:
         """Whether anything may be decided on it: usable, and not older than `stale_after_s`."""

@@ -4,11 +4,13 @@
         └────────────┴──▶ Expired
 
 Under Enforce the policy itself approves; under Observe a proposal expires at once. Final phases are final.
+While a change of size is Running it passes through stages (`STAGES`), each written down before its step is taken.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from ullage_operator.model import (
     RemediationSpec,
     RemediationStatus,
     RemedyAction,
+    Stage,
 )
 
 SERVICE_LABEL = "ullage.dev/service"
@@ -43,6 +46,18 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 }
 
 
+FIRST_STAGE: dict[RemedyAction, Stage] = {"scaleUp": "Scaling", "scaleDown": "Draining"}
+STAGES: dict[Stage | None, frozenset[Stage]] = {
+    None: frozenset({"Scaling", "Draining"}),
+    "Scaling": frozenset({"Cancelling"}),
+    "Cancelling": frozenset(),
+    "Draining": frozenset({"Removing", "Restoring"}),
+    "Removing": frozenset({"Restoring"}),
+    "Restoring": frozenset(),
+}
+"""Stages of a running scaling record and what each leads to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step that the policy wants taken on one engine."""
@@ -58,7 +73,7 @@ def propose(service: InferenceService, step: Step, *, pod: str, uid: str, inputs
     metadata = service.metadata
     return Remediation(
         metadata=ObjectMeta(
-            name=f"{metadata.name}-{step.action}-{_base36(round(now * 1000))}-{_digest(uid)}",
+            name=f"{metadata.name}-{step.action.lower()}-{_base36(round(now * 1000))}-{_digest(uid)}",
             namespace=metadata.namespace,
             labels={SERVICE_LABEL: metadata.name},
         ),
@@ -70,7 +85,7 @@ def propose(service: InferenceService, step: Step, *, pod: str, uid: str, inputs
             parameters=step.parameters,
             reason=step.reason,
             inputs=inputs,
-            mode=service.spec.remediation.mode,
+            mode=service.spec.remediation.mode_of(step.action),
         ),
         status=RemediationStatus(phase="Proposed", proposed_at=moment(now), message=step.message),
     )
@@ -83,7 +98,26 @@ def approve(record: Remediation) -> Remediation:
 
 def start(record: Remediation, *, before: Evidence, now: float) -> Remediation:
     """Approved → Running. Write this down before the action is sent."""
-    return _move(record, "Running", started_at=moment(now), before=before)
+    running = _move(record, "Running", started_at=moment(now), before=before)
+    first = FIRST_STAGE.get(record.spec.action)
+    return running if first is None else enter(running, first, message=record.status.message, now=now)
+
+
+def enter(record: Remediation, stage: Stage, *, message: str, now: float) -> Remediation:
+    """Begin a stage of a running scaling record. Write this down before the stage's step is taken.
+
+    Raises:
+        IllegalTransition: the present stage does not lead there.
+    """
+    present = record.status.stage
+    if record.status.phase != "Running" or stage not in STAGES[present]:
+        raise IllegalTransition(f"{record.metadata.name}: {record.status.phase}/{present} does not lead to {stage}")
+    return _update(record, stage=stage, stage_at=moment(now), answered_at=None, attempts=0, message=message)
+
+
+def stepped(record: Remediation, message: str, *, now: float) -> Remediation:
+    """The stage's step was taken; its effect is still to be seen."""
+    return _update(record, answered_at=moment(now), message=message)
 
 
 def sent(record: Remediation) -> Remediation:
@@ -124,14 +158,19 @@ def finish(
     return _move(record, phase, finished_at=moment(now), message=message, after=after)
 
 
-def surplus(records: Sequence[Remediation], *, limit: int, now: float) -> list[str]:
-    """Names of finished records to delete, oldest first: beyond `limit`, and not of the last hour.
+def surplus(records: Sequence[Remediation], *, limit: int, now: float, max_age_s: float = math.inf) -> list[str]:
+    """Names of finished records to delete, oldest first: beyond `limit` or older than `max_age_s`.
 
     The last hour stays in any case, because the budget of actions per hour is counted from the records.
     """
     finished = sorted((r for r in records if r.final), key=age_order)
-    beyond = finished[: max(0, len(finished) - limit)]
-    return [r.metadata.name for r in beyond if r.status.proposed_at.timestamp() < now - HOUR_S]
+    over = max(0, len(finished) - limit)
+    kept_s = max(HOUR_S, max_age_s)
+
+    def old(record: Remediation, seconds: float) -> bool:
+        return record.status.proposed_at.timestamp() < now - seconds
+
+    return [r.metadata.name for i, r in enumerate(finished) if old(r, HOUR_S if i < over else kept_s)]
 
 
 def age_order(record: Remediation) -> tuple[float, str]:

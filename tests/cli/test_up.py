@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,9 @@ async def test_the_demo_from_start_to_end(place: Place, replicas: int) -> None:
 async def test_records_of_an_earlier_run_stay_and_do_not_count(place: Place, effective: Remediation) -> None:
     folder = RecordFolder(place.state / "remediations")
     folder.open()
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    status = effective.status.model_copy(update={"proposed_at": yesterday.replace(microsecond=0)})
+    effective = effective.model_copy(update={"status": status})
     await folder.save(effective)
     async with driving(place, "serve", "--short") as run:
         assert await run.end() == 0

@@ -22,6 +22,7 @@ from ullage_agent.wire import EngineIdentity, RiskReport, Snapshot
 from ullage_operator.certificates import Credentials, issue
 from ullage_operator.errors import ClusterError
 from ullage_operator.fields import moment
+from ullage_operator.fleet import Fleet, Pod
 from ullage_operator.manifest import read_service
 from ullage_operator.model import (
     Evidence,
@@ -36,6 +37,7 @@ from ullage_operator.remediation import Step, propose
 DNS_NAME = "web.prod.agents.ullage.dev"
 NOW = 1_800_000_000.0
 ALL = ("evict", "throttle", "release")
+WARM_S = 1000.0
 
 
 class Build:
@@ -60,10 +62,21 @@ class Build:
             },
         }
 
-    def service(self, *, suspend: bool = False, **remediation: Any) -> InferenceService:
+    def service(
+        self, *, suspend: bool = False, replicas: dict[str, Any] | None = None, **remediation: Any
+    ) -> InferenceService:
         manifest = self.manifest(**remediation)
-        manifest["spec"]["suspend"] = suspend
+        manifest["spec"] |= {"suspend": suspend, "replicas": replicas or {}}
         return read_service(manifest)
+
+    def fleet(self, *pods: str | Pod) -> Fleet:
+        """Pods by name, ready for long and serving, or as given."""
+        return Fleet(pods=tuple(self.pod(p) if isinstance(p, str) else p for p in pods))
+
+    def pod(self, name: str, *, ready: bool = True, age: float = WARM_S, **changes: Any) -> Pod:
+        """A pod that has been ready for `age` seconds."""
+        ready_at = self.now - age if ready else None
+        return Pod(name=name, uid=f"uid-{name}", ready=ready, ready_at=ready_at, **changes)
 
     def target(self, pod: str = "web-a") -> AgentTarget:
         return AgentTarget(
@@ -85,6 +98,7 @@ class Build:
         if error is not None:
             return Observation(target=self.target(pod), received_at=at, error=error)
         capabilities = snapshot.pop("capabilities", ALL)
+        terms = {} if score is None else snapshot.pop("terms", {"classic": score})
         seen = Snapshot(
             sampled_at=at,
             **{"total_blocks": 100, "free_blocks": 10, "hot_blocks": 80, "reclaimable_blocks": 10, **snapshot},
@@ -95,7 +109,7 @@ class Build:
             sample_age_s=age,
             score=score,
             winner=None if score is None else "classic",
-            terms={} if score is None else {"classic": score},
+            terms=terms,
             snapshot=seen,
             capabilities=capabilities,
         )
@@ -114,7 +128,12 @@ class Build:
         **status: Any,
     ) -> Remediation:
         """A record proposed `age` seconds ago; times in `status` are seconds relative to now."""
-        parameters = {"evict": Parameters(ratio=0.2), "throttle": Parameters(max_prompt_tokens=9, ttl_seconds=9)}
+        parameters = {
+            "evict": Parameters(ratio=0.2),
+            "throttle": Parameters(max_prompt_tokens=9, ttl_seconds=9),
+            "scaleUp": Parameters(from_replicas=1, to_replicas=2),
+            "scaleDown": Parameters(from_replicas=2, to_replicas=1),
+        }
         inputs = Evidence(sampled_at=moment(self.now - age), score=before)
         step = Step(
             action=action,  # type: ignore[arg-type]
@@ -245,6 +264,7 @@ class MemoryCluster:
     failures: list[Exception] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
+    patches: list[tuple[str, str, str, dict[str, Any]]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
@@ -271,6 +291,14 @@ class MemoryCluster:
         obj["status"] = {k: v for k, v in status.items() if v is not None}
         self._note(f"{kind}.status")
         return obj
+
+    async def patch(
+        self, kind: str, namespace: str, name: str, body: dict[str, Any], *, subresource: str = ""
+    ) -> dict[str, Any]:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.patches.append((kind, name, subresource, body))
+        return {}
 
     async def delete(self, kind: str, namespace: str, name: str) -> None:
         self.objects.pop((kind, name), None)

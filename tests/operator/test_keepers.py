@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ullage_operator.book import ServiceKey
+from ullage_operator.budget import Budget
 from ullage_operator.desired import Images
 from ullage_operator.errors import ClusterError
 from ullage_operator.keeper import Office
@@ -30,6 +31,7 @@ def office(cluster: Any, session: Any, build: Any) -> Office:
         clock=lambda: build.now,
         limiter=asyncio.Semaphore(4),
         sweep_seconds=0.01,
+        budget=Budget(4),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from ullage_agent.wire import ActionResult
 from ullage_operator.errors import IllegalTransition
 from ullage_operator.model import FINAL_PHASES, Phase
-from ullage_operator.remediation import TRANSITIONS, answered, approve, finish, sent, start, surplus
+from ullage_operator.remediation import TRANSITIONS, answered, approve, enter, finish, sent, start, stepped, surplus
 
 PHASES = get_args(Phase)
 LEGAL = {(a, b) for a, following in TRANSITIONS.items() for b in following}
@@ -73,6 +73,38 @@ def test_the_name_is_a_legal_key_and_differs_by_engine_and_time(build: Any) -> N
 def test_history_is_cut_by_count_oldest_first(build: Any) -> None:
     old = [build.record(phase="Succeeded", age=4000 + n) for n in range(5)]
     assert surplus(old, limit=2, now=build.now) == [r.metadata.name for r in (old[4], old[3], old[2])]
+
+
+def test_history_is_cut_by_age(build: Any) -> None:
+    old, young = build.record(phase="Succeeded", age=90_000), build.record(phase="Succeeded", age=80_000)
+    assert surplus([old, young], limit=10, now=build.now, max_age_s=86_400) == [old.metadata.name]
+    assert surplus([build.record(phase="Succeeded", age=3000)], limit=10, now=build.now, max_age_s=60) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "legal"),
+    [
+        (["Scaling", "Cancelling"], True),
+        (["Draining", "Removing"], True),
+        (["Draining", "Restoring"], True),
+        (["Draining", "Removing", "Restoring"], True),
+        (["Scaling", "Removing"], False),
+        (["Draining", "Restoring", "Removing"], False),
+    ],
+)
+def test_stages_follow_their_table(build: Any, path: list[str], legal: bool) -> None:
+    action = "scaleUp" if path[0] == "Scaling" else "scaleDown"
+    proposed = build.record(action, "Proposed")
+    record = start(approve(proposed), before=proposed.spec.inputs, now=build.now)
+    assert record.status.stage == path[0]
+    if legal:
+        for stage in path[1:]:
+            record = enter(stepped(record, "m", now=build.now), stage, message="m", now=build.now)  # type: ignore[arg-type]
+            assert (record.status.stage, record.status.answered_at, record.status.attempts) == (stage, None, 0)
+        return
+    with pytest.raises(IllegalTransition):
+        for stage in path[1:]:
+            record = enter(record, stage, message="m", now=build.now)  # type: ignore[arg-type]
 
 
 def test_the_last_hour_and_open_records_are_kept_over_the_limit(build: Any) -> None:

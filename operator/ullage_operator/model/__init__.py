@@ -7,13 +7,25 @@ Non-goals: reading files (`manifest`), moving a remediation between phases (`rem
 
 from ullage_operator.model.common import (
     API_VERSION,
+    ENGINE_ACTIONS,
     FINAL_PHASES,
     GROUP,
     VERSION,
+    EngineAction,
     Mode,
     ObjectMeta,
     Phase,
     RemedyAction,
+    Stage,
+)
+from ullage_operator.model.policy import (
+    ActionPolicy,
+    CompactPolicy,
+    EvictPolicy,
+    RemediationPolicy,
+    ScaleDownPolicy,
+    ScaleUpPolicy,
+    ThrottlePolicy,
 )
 from ullage_operator.model.remediation import (
     Evidence,
@@ -27,24 +39,25 @@ from ullage_operator.model.spec import (
     Agent,
     Engine,
     Eviction,
-    EvictPolicy,
     KVCache,
     Model,
-    RemediationPolicy,
     Replicas,
     Resources,
     ServiceSpec,
-    ThrottlePolicy,
 )
 
 __all__ = [
     "API_VERSION",
+    "ENGINE_ACTIONS",
     "FINAL_PHASES",
     "GROUP",
     "VERSION",
+    "ActionPolicy",
     "Agent",
+    "CompactPolicy",
     "Condition",
     "Engine",
+    "EngineAction",
     "EvictPolicy",
     "Eviction",
     "Evidence",
@@ -64,7 +77,10 @@ __all__ = [
     "Replicas",
     "Resources",
     "RiskSummary",
+    "ScaleDownPolicy",
+    "ScaleUpPolicy",
     "ServiceSpec",
     "ServiceStatus",
+    "Stage",
     "ThrottlePolicy",
 ]

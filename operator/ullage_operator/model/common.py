@@ -14,7 +14,14 @@ API_VERSION = f"{GROUP}/{VERSION}"
 
 Mode = Literal["Observe", "Propose", "Enforce"]
 Phase = Literal["Proposed", "Approved", "Running", "Succeeded", "Ineffective", "Failed", "Expired"]
-RemedyAction = Literal["evict", "throttle", "release"]
+EngineAction = Literal["evict", "compact", "throttle", "release"]
+"""Carried out by an engine's agent."""
+ScaleAction = Literal["scaleUp", "scaleDown"]
+"""Carried out by the cluster."""
+RemedyAction = Literal["evict", "compact", "throttle", "release", "scaleUp", "scaleDown"]
+Stage = Literal["Scaling", "Cancelling", "Draining", "Removing", "Restoring"]
+"""Steps within a running scaleUp (the first two) or scaleDown (the others)."""
+ENGINE_ACTIONS: tuple[EngineAction, ...] = ("evict", "compact", "throttle", "release")
 FINAL_PHASES: frozenset[Phase] = frozenset({"Succeeded", "Ineffective", "Failed", "Expired"})
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from ullage_operator.fields import Part, Timestamp, cel
-from ullage_operator.model.common import FINAL_PHASES, Mode, ObjectMeta, Phase, RemedyAction
+from ullage_operator.model.common import FINAL_PHASES, Mode, ObjectMeta, Phase, RemedyAction, Stage
 
 
 class Parameters(Part):
@@ -19,6 +19,12 @@ class Parameters(Part):
     """throttle: longest prompt still admitted."""
     ttl_seconds: float | None = Field(default=None, gt=0)
     """throttle: seconds until the limit lifts by itself."""
+    budget_ms: int | None = Field(default=None, ge=1)
+    """compact: milliseconds that it may take."""
+    from_replicas: int | None = Field(default=None, ge=1)
+    """scaleUp, scaleDown: number of engines before."""
+    to_replicas: int | None = Field(default=None, ge=1)
+    """scaleUp, scaleDown: number of engines after."""
 
 
 class Evidence(Part):
@@ -77,7 +83,7 @@ class RemediationSpec(Part):
     service: str = Field(max_length=63)
     """Name of the InferenceService, in the same namespace."""
     pod: str = Field(max_length=253)
-    """Name of the engine's pod (or process)."""
+    """Name of the engine's pod (or process): the one acted on; for scaleUp the one that was at risk."""
     pod_uid: str = Field(alias="podUID", max_length=128)
     """UID of that pod: a successor under the same name is never meant."""
     action: RemedyAction
@@ -101,6 +107,10 @@ class RemediationStatus(Part):
 
     phase: Phase
     """Where it stands; Succeeded, Ineffective, Failed and Expired are final."""
+    stage: Stage | None = None
+    """Step within a running scaleUp or scaleDown."""
+    stage_at: Timestamp | None = None
+    """When that step began."""
     proposed_at: Timestamp
     """When it was decided."""
     started_at: Timestamp | None = None

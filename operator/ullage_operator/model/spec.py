@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from ullage_operator.fields import CacheMemory, Part, Quantity, cel, fault, parse_bytes
-from ullage_operator.model.common import Mode
+from ullage_operator.model.policy import RemediationPolicy
 
 
 class Resources(Part):
@@ -154,7 +154,9 @@ class Replicas(Part):
     max: int = Field(default=1, ge=1)
     """Greatest number of engines."""
     desired: int | None = Field(default=None, ge=1)
-    """Number wanted now, within min..max; written by the scale subresource. Without it, min."""
+    """Number wanted now, within min..max; written through the scale subresource. Without it, min."""
+    managed_by: Literal["Ullage", "External"] = "Ullage"
+    """Who changes desired: Ullage's own policy, or External, an autoscaler such as HPA or KEDA on /scale."""
 
     @property
     def effective(self) -> int:
@@ -167,68 +169,6 @@ class Replicas(Part):
             raise fault(f"{self.min} is above max {self.max}; lower min or raise max", field="min")
         if self.desired is not None and not self.min <= self.desired <= self.max:
             raise fault(f"{self.desired} is outside min..max {self.min}..{self.max}; widen the range", field="desired")
-        return self
-
-
-class EvictPolicy(Part):
-    """First rung of the ladder: drop cold blocks."""
-
-    enabled: bool = True
-    """Whether eviction may be used."""
-    ratio: float = Field(default=0.2, gt=0, le=1)
-    """Share of the occupied blocks to drop, above 0 up to 1."""
-    cooldown_seconds: float = Field(default=15, ge=0)
-    """Seconds between the end of one eviction and the start of the next on the same engine."""
-
-
-class ThrottlePolicy(Part):
-    """Second rung of the ladder: refuse long prompts for a while."""
-
-    enabled: bool = True
-    """Whether throttling may be used."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt that is still admitted, in tokens."""
-    ttl_seconds: float = Field(default=120, gt=0)
-    """Seconds after which the engine lifts the limit by itself."""
-
-
-class RemediationPolicy(Part):
-    """When and how the operator acts on memory risk."""
-
-    model_config = ConfigDict(
-        json_schema_extra=cel(
-            ("self.releaseThreshold < self.riskThreshold", "releaseThreshold is not below riskThreshold; lower it"),
-        )
-    )
-
-    mode: Mode = "Enforce"
-    """Observe records what would be done, Propose waits for approval, Enforce acts."""
-    risk_threshold: float = Field(default=85, gt=0, le=100)
-    """Risk score (0..100) from which the operator acts."""
-    release_threshold: float = Field(default=60, ge=0, lt=100)
-    """Risk score down to which it must fall before a throttle is lifted; below riskThreshold."""
-    max_actions_per_hour: int = Field(default=60, ge=1)
-    """Greatest number of evictions and throttles per service in any hour."""
-    settle_seconds: float = Field(default=5, ge=0)
-    """Seconds after an action before its effect is judged."""
-    approval_seconds: float = Field(default=900, gt=0)
-    """Seconds for which a proposal may be approved."""
-    stale_after_polls: float = Field(default=5, ge=1)
-    """Age of a reading, in polling intervals of the agent, from which nothing is decided on it."""
-    history_limit: int = Field(default=50, ge=1)
-    """Finished remediations kept per service; those of the last hour are kept in any case."""
-    evict: EvictPolicy = Field(default_factory=EvictPolicy)
-    """Eviction of cold blocks."""
-    throttle: ThrottlePolicy = Field(default_factory=ThrottlePolicy)
-    """Refusal of long prompts."""
-
-    @model_validator(mode="after")
-    def _hysteresis(self) -> Self:
-        if self.release_threshold >= self.risk_threshold:
-            raise fault(
-                f"{self.release_threshold:g} is not below riskThreshold {self.risk_threshold:g}; lower it",
-                field="releaseThreshold",
-            )
         return self
 
 

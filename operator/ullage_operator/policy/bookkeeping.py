@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ullage_operator.model import Evidence, Phase, Remediation
 from ullage_operator.observation import Observation, evidence
-from ullage_operator.policy.situation import Situation
+from ullage_operator.policy.begin import slots_full
+from ullage_operator.policy.scaling import applies
+from ullage_operator.policy.situation import SCALING, Situation
 from ullage_operator.policy.types import Decision, Reason
 from ullage_operator.remediation import approve, finish, start
 
@@ -29,29 +31,17 @@ def check_overdue(s: Situation) -> Decision | None:
 
 
 def check_proposal(s: Situation) -> Decision | None:
-    """Wait for approval; once given, act if it still applies."""
-    record = next((r for r in s.open_records if r.status.phase in ("Proposed", "Approved")), None)
-    if record is None:
-        return None
-    observation = s.fresh_of(record.spec.pod_uid)
-    if observation is None:
-        return _hold(record, Reason.STALE_DATA, f"{record.spec.pod} has no fresh reading")
-    if observation.score <= s.policy.release_threshold and record.spec.action != "release":
-        message = f"risk of {record.spec.pod} fell to {observation.score:.0f} before it was approved"
-        return _conclude(record, "Expired", Reason.RISK_PASSED, message, now=s.now)
-    if not record.spec.approved:
-        return _hold(record, Reason.AWAITING_APPROVAL, f"{record.metadata.name} waits for spec.approved: true")
-    granted = approve(record) if record.status.phase == "Proposed" else record
-    if s.budget_left() <= 0:
-        return _hold(granted, Reason.RATE_LIMITED, "approved, but this hour's actions are spent", changed=True)
-    running = start(granted, before=evidence(observation), now=s.now)
-    by = f" by {record.spec.approved_by}" if record.spec.approved_by else ""
-    return _send(running, Reason.APPROVED, f"approved{by}: {record.status.message}", changed=True)
+    """End proposals that are no longer needed; carry out those that were approved and still apply.
+
+    One that waits holds up no other action: the ladder says what it waits for.
+    """
+    proposals = (r for r in s.open_records if r.status.phase in ("Proposed", "Approved"))
+    return next((decision for r in proposals if (decision := _proposal(s, r))), None)
 
 
 def check_unanswered(s: Situation) -> Decision | None:
     """Send an action again whose answer was lost, under the same key."""
-    record = next((r for r in s.open_records if r.status.answered_at is None), None)
+    record = next((r for r in s.running if r.status.answered_at is None), None)
     if record is None:
         return None
     if s.fresh_of(record.spec.pod_uid) is None:
@@ -61,7 +51,7 @@ def check_unanswered(s: Situation) -> Decision | None:
 
 def check_effect(s: Situation) -> Decision | None:
     """Judge an answered action by the first reading that was taken after it settled."""
-    record = next((r for r in s.open_records if r.status.answered_at is not None), None)
+    record = next((r for r in s.running if r.status.answered_at is not None), None)
     if record is None:
         return None
     observation = _judging(s, record)
@@ -74,8 +64,39 @@ def check_effect(s: Situation) -> Decision | None:
     return _conclude(record, phase, reason, message, now=s.now, after=now_seen)
 
 
+def _proposal(s: Situation, record: Remediation) -> Decision | None:
+    observation, approved, action = s.fresh_of(record.spec.pod_uid), record.spec.approved, record.spec.action
+    if observation is None:
+        stale = f"{record.spec.pod} has no fresh reading"
+        return _hold(record, Reason.STALE_DATA, stale) if approved else None
+    if passed := _passed(s, record, observation):
+        return _conclude(record, "Expired", Reason.RISK_PASSED, passed, now=s.now)
+    if not approved:
+        return None
+    granted = approve(record) if record.status.phase == "Proposed" else record
+    if not s.budget_left(action):
+        return _hold(granted, Reason.RATE_LIMITED, "approved, but this hour's actions are spent", changed=True)
+    if slots_full(s, action):
+        return _hold(granted, Reason.GLOBAL_BUDGET, "approved, but other services come first", changed=True)
+    running = start(granted, before=evidence(observation), now=s.now)
+    by = f" by {record.spec.approved_by}" if record.spec.approved_by else ""
+    return _send(running, Reason.APPROVED, f"approved{by}: {record.status.message}", changed=True)
+
+
+def _passed(s: Situation, record: Remediation, observation: Observation) -> str | None:
+    """Why a proposal is needed no longer."""
+    pod, action = record.spec.pod, record.spec.action
+    if action in SCALING and not applies(s, record):
+        return "the number of engines or their load changed before it was approved"
+    if observation.score <= s.policy.release_threshold and action not in ("release", "scaleDown"):
+        return f"risk of {pod} fell to {observation.score:.0f} before it was approved"
+    return None
+
+
 def _overdue(s: Situation, record: Remediation) -> tuple[Phase, str] | None:
     running = record.status.phase == "Running"
+    if running and record.spec.action in SCALING:
+        return None  # followed stage by stage
     if not s.exists(record.spec.pod_uid):
         return ("Failed" if running else "Expired"), f"{record.spec.pod} is gone"
     if not running:
@@ -95,8 +116,8 @@ def _overdue(s: Situation, record: Remediation) -> tuple[Phase, str] | None:
 def _proposal_overdue(s: Situation, record: Remediation) -> tuple[Phase, str] | None:
     if record.spec.mode != "Propose":
         return "Expired", "the operator stopped before it was started"
-    if s.policy.mode == "Observe":
-        return "Expired", "the service's mode is Observe now"
+    if s.policy.mode_of(record.spec.action) == "Observe":
+        return "Expired", f"the mode of {record.spec.action} is Observe now"
     if s.now - record.status.proposed_at.timestamp() >= s.policy.approval_seconds:
         return "Expired", f"not carried out within {s.policy.approval_seconds:g} s"
     return None
@@ -123,8 +144,11 @@ def _judge(s: Situation, record: Remediation, after: Evidence) -> tuple[bool, st
         lifted = after.max_prompt_tokens is None
         return lifted, "long prompts are admitted again" if lifted else "the limit is still in force"
     before = record.status.before or record.spec.inputs
-    freed = record.status.bytes_freed or 0
     lower = after.score < s.policy.risk_threshold or after.score <= before.score - EFFECT_MARGIN
+    if record.spec.action == "compact":
+        runs = f"longest free run went from {before.largest_free_run_blocks} to {after.largest_free_run_blocks} blocks"
+        return lower, f"{runs}; risk went from {before.score:.0f} to {after.score:.0f}"
+    freed = record.status.bytes_freed or 0
     message = f"freed {freed} bytes; risk went from {before.score:.0f} to {after.score:.0f}"
     return freed > 0 and lower, message
 

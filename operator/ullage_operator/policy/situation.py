@@ -1,23 +1,22 @@
-"""Inputs seen from the checks' side: who is fresh, who is at risk, what was done lately, which rung is next.
+"""Inputs seen from the checks' side: who is fresh, who is at risk, what was done lately.
 
-Everything is derived from readings and records: a restarted operator knows all that the old one knew.
+Everything is derived from readings, records and the watch: a restarted operator knows all that the old one knew, but
+for how long something has been so, which begins anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
+from ullage_operator.fleet import Fleet
 from ullage_operator.model import Remediation, RemediationPolicy, RemedyAction
 from ullage_operator.observation import Observation
 from ullage_operator.policy.types import Inputs
 from ullage_operator.remediation import HOUR_S, age_order
 
-LADDER_WINDOW_S = 60.0
-"""Seconds for which an eviction that did not help makes throttling the next step; later, eviction is again."""
-
-Rung = Literal["evict", "throttle", "cooling", "none"]
+SCALING: tuple[RemedyAction, ...] = ("scaleUp", "scaleDown")
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,21 @@ class Situation:
         """The service's remediation policy."""
         return self.inputs.service.spec.remediation
 
+    @property
+    def replicas(self) -> int:
+        """Number of engines wanted now."""
+        return self.inputs.service.spec.replicas.effective
+
+    @property
+    def fleet(self) -> Fleet:
+        """The pods; empty where the number of engines cannot be changed."""
+        return self.inputs.fleet or Fleet()
+
+    @property
+    def scalable(self) -> bool:
+        """Whether the number of engines is ours to change."""
+        return self.inputs.fleet is not None and self.inputs.service.spec.replicas.managed_by == "Ullage"
+
     @cached_property
     def records(self) -> list[Remediation]:
         """The service's records, oldest first."""
@@ -42,6 +56,22 @@ class Situation:
     def open_records(self) -> list[Remediation]:
         """Records that have not ended, oldest first."""
         return [r for r in self.records if not r.final]
+
+    @cached_property
+    def running(self) -> list[Remediation]:
+        """Engine actions that have begun and not ended: at most one, but for what a crash left."""
+        return [r for r in self.open_records if r.status.phase == "Running" and r.spec.action not in SCALING]
+
+    @cached_property
+    def scaling(self) -> Remediation | None:
+        """The change of size that has begun and not ended."""
+        found = [r for r in self.open_records if r.status.phase == "Running" and r.spec.action in SCALING]
+        return found[0] if found else None
+
+    @property
+    def growing(self) -> bool:
+        """Whether a new engine is on its way."""
+        return self.scaling is not None and self.scaling.status.stage == "Scaling"
 
     @cached_property
     def fresh(self) -> list[Observation]:
@@ -59,81 +89,110 @@ class Situation:
 
     @cached_property
     def at_risk(self) -> list[Observation]:
-        """Fresh readings at the risk threshold or above, the greatest first."""
-        return [o for o in self.fresh if o.score >= self.policy.risk_threshold]
-
-    @cached_property
-    def actionable(self) -> tuple[Observation, Rung] | None:
-        """The engine at the greatest risk for which a step is possible now, and that step."""
-        steps = ((o, self.rung(o)) for o in self.at_risk)
-        return next(((o, rung) for o, rung in steps if rung in ("evict", "throttle")), None)
+        """Fresh readings at the threshold or above, the greatest risk first."""
+        return [o for o in self.fresh if o.score >= self.threshold(o)]
 
     @cached_property
     def releasable(self) -> Observation | None:
         """An engine that we throttled and that needs it no longer."""
-        if self.policy.mode == "Observe":
+        if self.policy.mode_of("throttle") == "Observe" or self.growing:
             return None
         return next((o for o in self.fresh if self._may_release(o)), None)
 
+    def threshold(self, observation: Observation) -> float:
+        """Risk from which the engine is acted on: that of release while an alert fires about it."""
+        alerted = self.alert(observation) is not None
+        return self.policy.release_threshold if alerted else self.policy.risk_threshold
+
+    def alert(self, observation: Observation | None = None) -> str | None:
+        """Name of an alert that fires about the engine, or about anything of the service."""
+        for alert in self.inputs.alerts:
+            pod = alert.pod if observation is None else observation.target.pod
+            if alert.concerns(pod or "", now=self.now):
+                return alert.name
+        return None
+
     def exists(self, uid: str) -> bool:
         """Whether the engine still exists."""
-        return any(o.target.uid == uid for o in self.inputs.observations)
+        return any(o.target.uid == uid for o in self.inputs.observations) or self.fleet.pod(uid) is not None
 
     def fresh_of(self, uid: str) -> Observation | None:
         """The engine's reading, if fresh."""
         return next((o for o in self.fresh if o.target.uid == uid), None)
 
-    def budget_left(self) -> int:
-        """Evictions and throttles that may still start this hour (would-be ones under Observe count too)."""
+    def warm(self, observation: Observation) -> bool:
+        """Whether the engine has served for long enough to judge demand by it."""
+        pod = self.fleet.pod(observation.target.uid)
+        if self.inputs.fleet is None:
+            return True
+        ready_at = pod.ready_at if pod else None
+        return ready_at is not None and self.now - ready_at >= self.policy.scale_up.warm_up_seconds
+
+    def budget_left(self, action: RemedyAction) -> bool:
+        """Whether one more such action may start this hour (would-be ones under Observe count too)."""
         since = self.now - HOUR_S
         spent = [r for r in self.records if r.spec.action != "release" and _began(r) > since]
-        return self.policy.max_actions_per_hour - len(spent)
+        own = self.policy.of(action).max_per_hour
+        if own is not None and sum(r.spec.action == action for r in spent) >= own:
+            return False
+        return len(spent) < self.policy.max_actions_per_hour
 
-    def rung(self, observation: Observation) -> Rung:
-        """Which step of the ladder is next for an engine at risk."""
-        if self._can_throttle(observation) and (
-            self._eviction_let_down(observation) or not self._can_evict(observation)
-        ):
-            return "cooling" if self._cooling(observation, "throttle") else "throttle"
-        if self._can_evict(observation):
-            return "cooling" if self._cooling(observation, "evict") else "evict"
-        return "none"
+    def open_proposal(self, actions: Iterable[RemedyAction]) -> Remediation | None:
+        """A proposal of such an action that waits for approval, or was approved and has not begun."""
+        wanted = tuple(actions)
+        found = (r for r in self.open_records if r.status.phase in ("Proposed", "Approved"))
+        return next((r for r in found if r.spec.action in wanted), None)
 
-    def _can_evict(self, observation: Observation) -> bool:
-        return self.policy.evict.enabled and _capable(observation, "evict") and _occupied(observation)
+    def last_ended(self, actions: tuple[RemedyAction, ...], uid: str | None = None) -> Remediation | None:
+        """The last such action that ended, on the engine or on any."""
+        ended = [r for r in self.records if r.final and r.spec.action in actions]
+        ended = [r for r in ended if uid in (None, r.spec.pod_uid)]
+        return max(ended, key=lambda r: -self.since_end(r), default=None)
 
-    def _can_throttle(self, observation: Observation) -> bool:
-        return self.policy.throttle.enabled and _capable(observation, "throttle") and not _throttled(observation)
+    def since_end(self, record: Remediation) -> float:
+        """Seconds since it ended."""
+        ended = record.status.finished_at or record.status.proposed_at
+        return self.now - ended.timestamp()
 
-    def _eviction_let_down(self, observation: Observation) -> bool:
-        last = self._last_ended(observation.target.uid, ("evict", "throttle"))
-        return (
-            last is not None
-            and last.spec.action == "evict"
-            and last.status.phase in ("Ineffective", "Failed")
-            and self._seconds_since_end(last) < LADDER_WINDOW_S
-        )
-
-    def _cooling(self, observation: Observation, action: RemedyAction) -> bool:
-        last = self._last_ended(observation.target.uid, (action,))
-        return last is not None and self._seconds_since_end(last) < self.policy.evict.cooldown_seconds
+    def cooling(self, action: RemedyAction, uid: str | None = None) -> bool:
+        """Whether such an action ended a moment ago, on the engine or on any."""
+        last = self.last_ended((action,), uid)
+        return last is not None and self.since_end(last) < self.policy.of(action).cooldown_seconds
 
     def _may_release(self, observation: Observation) -> bool:
-        if not (_throttled(observation) and _capable(observation, "release")):
+        if not (throttled(observation) and capable(observation, "release")):
             return False
-        if observation.score > self.policy.release_threshold or self._cooling(observation, "release"):
+        if self.cooling("release", observation.target.uid) or self.alert(observation) is not None:
             return False
         ours = [r for r in self.records if r.spec.pod_uid == observation.target.uid and r.status.started_at]
         ours = [r for r in ours if r.spec.action == "throttle" or _lifted(r)]
-        return bool(ours) and ours[-1].spec.action == "throttle"
+        if not ours or ours[-1].spec.action != "throttle":
+            return False
+        return observation.score <= self.policy.release_threshold or (
+            observation.score < self.policy.risk_threshold and self._grew_since(ours[-1])
+        )
 
-    def _last_ended(self, uid: str, actions: tuple[RemedyAction, ...]) -> Remediation | None:
-        ended = [r for r in self.records if r.final and r.spec.pod_uid == uid and r.spec.action in actions]
-        return ended[-1] if ended else None
+    def _grew_since(self, throttle: Remediation) -> bool:
+        """Whether the engine that the throttle was to bridge the time for is there."""
+        began = throttle.status.proposed_at
+        return any(
+            r.spec.action == "scaleUp"
+            and r.status.phase == "Succeeded"
+            and r.status.finished_at is not None
+            and r.status.finished_at > began
+            for r in self.records
+        )
 
-    def _seconds_since_end(self, record: Remediation) -> float:
-        ended = record.status.finished_at or record.status.proposed_at
-        return self.now - ended.timestamp()
+
+def capable(observation: Observation, action: RemedyAction) -> bool:
+    """Whether the engine offers an action."""
+    return observation.report is not None and action in observation.report.capabilities
+
+
+def throttled(observation: Observation) -> bool:
+    """Whether long prompts are refused now, by whomever."""
+    snapshot = observation.report.snapshot if observation.report else None
+    return snapshot is not None and snapshot.admission_max_prompt_tokens is not None
 
 
 def _began(record: Remediation) -> float:
@@ -144,22 +203,3 @@ def _began(record: Remediation) -> float:
 
 def _lifted(record: Remediation) -> bool:
     return record.spec.action == "release" and record.status.phase == "Succeeded"
-
-
-def _capable(observation: Observation, action: RemedyAction) -> bool:
-    return observation.report is not None and action in observation.report.capabilities
-
-
-def _throttled(observation: Observation) -> bool:
-    snapshot = observation.report.snapshot if observation.report else None
-    return snapshot is not None and snapshot.admission_max_prompt_tokens is not None
-
-
-def _occupied(observation: Observation) -> bool:
-    """Whether anything could be evicted; an engine that cannot say is taken to hold something."""
-    snapshot = observation.report.snapshot if observation.report else None
-    if snapshot is None:
-        return False
-    if snapshot.total_blocks is not None and snapshot.free_blocks is not None:
-        return snapshot.total_blocks > snapshot.free_blocks
-    return (snapshot.hot_blocks, snapshot.reclaimable_blocks) != (0, 0)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from ullage_operator.alerts import Alert
+from ullage_operator.fleet import Fleet
 from ullage_operator.model import InferenceService, Parameters, Remediation, RemedyAction
 from ullage_operator.observation import Observation
 
@@ -22,6 +24,8 @@ class Reason(StrEnum):
     """A record's time is over, or its engine is gone: it ends without another act."""
     STALE_DATA = "StaleData"
     """Readings are missing, failed or too old: authority decays with age, so nothing is done."""
+    EMERGENCY = "Emergency"
+    """Memory outside the cache (device or host) is nearly gone, which no eviction lowers: prompts are limited."""
     AWAITING_APPROVAL = "AwaitingApproval"
     """A proposal waits for a person."""
     RISK_PASSED = "RiskPassed"
@@ -38,18 +42,52 @@ class Reason(StrEnum):
     """A reading taken after the action shows no effect."""
     RATE_LIMITED = "RateLimited"
     """Risk is high, and the budget of actions per hour is spent."""
+    GLOBAL_BUDGET = "GlobalBudget"
+    """As many disruptive actions are in flight, over all services, as the operator may have."""
     COOLING_DOWN = "CoolingDown"
     """Risk is high, and every engine at risk was acted on a moment ago."""
     EVICT = "EvictColdBlocks"
     """Risk is at the threshold or above: drop the coldest blocks."""
+    COMPACT = "CompactPool"
+    """Eviction does not help enough and free blocks lie scattered: close the holes."""
     THROTTLE = "ThrottleLongPrompts"
     """Risk stays high though eviction failed, brought nothing or is not to be had: refuse long prompts."""
     RELEASE = "ReleaseThrottle"
     """Risk fell to the release threshold: admit long prompts again."""
+    BRIDGE = "BridgeUntilReady"
+    """The throttle is about to lapse while a new engine is not ready yet: it is renewed."""
+    SCALE_UP = "ScaleUp"
+    """Engine-level steps do not help, or demand stays: one engine more."""
+    SCALING = "Scaling"
+    """The number of engines is being changed through the API."""
+    PENDING_CANCELLED = "PendingCancelled"
+    """A new engine did not become ready in time: the step is taken back."""
+    SCALE_DOWN = "ScaleDown"
+    """The load fitted on one engine less for the whole window: one engine takes no more requests."""
+    DRAINING = "Draining"
+    """An engine that is to leave finishes its requests."""
+    DRAINED = "Drained"
+    """An engine that is to leave has nothing in flight: it is removed."""
+    SCALE_DOWN_CANCELLED = "ScaleDownCancelled"
+    """Risk rose, or the drain took too long: the engine that was to leave takes requests again."""
     EXHAUSTED = "LadderExhausted"
     """Risk is high, and no step is left that the engine can take."""
     HEALTHY = "Healthy"
     """Nothing to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What has been so without a break, and since when (Unix seconds; None: it is not so). `policy.watch` keeps it."""
+
+    seen_at: float | None = None
+    """When it was last looked at: a longer break ends everything that was so."""
+    replicas: int | None = None
+    """Number of engines then."""
+    high_since: float | None = None
+    """An engine that has warmed up is at risk."""
+    calm_since: float | None = None
+    """The load would fit on one engine less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +99,14 @@ class Inputs:
     """One for each engine that exists now, in any order."""
     records: tuple[Remediation, ...]
     """Remediations of this service, in any order."""
+    fleet: Fleet | None = None
+    """The service's pods; None where the number of engines cannot be changed, as in local mode."""
+    watch: Watch = Watch()
+    """What has been so for a while."""
+    alerts: tuple[Alert, ...] = ()
+    """Alerts that fire about the service."""
+    slots_left: int | None = None
+    """Disruptive actions that may still be begun over all services; None: any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,4 +122,4 @@ class Decision:
     updates: tuple[Remediation, ...] = ()
     """Records to write, new or changed, before anything is sent."""
     execute: Remediation | None = None
-    """The running record to send now, as it is after `updates`."""
+    """The running record to send now, as it is after `updates`; its action and stage say what."""
