@@ -1,5 +1,6 @@
 # Everything a person or CI runs. `make help` lists it. Nothing is downloaded but packages from the configured registries.
 SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2>/dev/null)) python3)
@@ -24,7 +25,7 @@ lint: $(VENV)/.dev ## ruff, mypy strict, import contracts, yamllint, generated f
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --verbose | tail -n 12
+	$(BIN)/lint-imports
 	$(BIN)/yamllint --strict .
 	$(BIN)/python -m ullage_operator.crd --check manifests/crd
 
