@@ -37,6 +37,8 @@ from ullage_agent.server import Listener, action_app, metrics_app
 from ullage_agent.wire import Action, ActionRequest, ActionResult
 
 CREDENTIALS_PERIOD_S = 5.0
+CHECK_EVERY = 12
+"""Looks at the files between two looks at the clock: a certificate expires by the minute, not by the second."""
 ACTION_GRACE_S = 5.0
 
 
@@ -81,7 +83,11 @@ class Agent:
         self._reflexes: set[asyncio.Task[None]] = set()
         self._listen()
         self.registry = make_registry(
-            self.board, self.actions.outcomes, stale_after_s=config.stale_after_s, sources=self.around.sources
+            self.board,
+            self.actions.outcomes,
+            stale_after_s=config.stale_after_s,
+            sources=self.around.sources,
+            credentials=self.credentials,
         )
         self.metrics_address: tuple[str, int] | None = None
         """Host and port once started."""
@@ -216,7 +222,10 @@ def _poll_config(config: AgentConfig) -> PollConfig:
 
 
 async def _watch(credentials: Credentials, stop: asyncio.Event) -> None:
+    looks = 0
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), CREDENTIALS_PERIOD_S)
-        credentials.refresh()
+        looks += 1
+        if not credentials.refresh() and looks % CHECK_EVERY == 0:
+            credentials.check()

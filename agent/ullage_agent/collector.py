@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from ullage_agent import metrics
 from ullage_agent.around import SourceState
 from ullage_agent.board import Board
+from ullage_agent.credentials import Credentials
 from ullage_agent.metrics import Family, Gauge, Labels, Points
 from ullage_agent.wire import EngineIdentity, RiskReport
 
@@ -29,11 +30,20 @@ Outcomes = Mapping[tuple[str, str], int]
 class AgentCollector(Collector):
     """Renders one board. Used from the event loop only; never waits."""
 
-    def __init__(self, board: Board, outcomes: Outcomes, *, stale_after_s: float, sources: Sources) -> None:
+    def __init__(
+        self,
+        board: Board,
+        outcomes: Outcomes,
+        *,
+        stale_after_s: float,
+        sources: Sources,
+        credentials: Credentials | None,
+    ) -> None:
         self._board = board
         self._outcomes = outcomes
         self._stale_after_s = stale_after_s
         self._sources = sources
+        self._credentials = credentials
         self._version = version("ullage")
 
     def describe(self) -> Iterable[Metric]:
@@ -57,17 +67,30 @@ class AgentCollector(Collector):
         durations = [(("engine",), board.last_duration_s), *(((name,), state.duration_s) for name, state in others)]
         yield from _gauge(metrics.SOURCE_DURATION, durations)
         yield from _gauge(metrics.SAMPLE_AGE, [((), board.sample_age_s())])
+        if self._credentials is not None:
+            yield from _gauge(metrics.CERTIFICATE_VALID, [((), float(self._credentials.problem is None))])
         yield _counter(metrics.POLLS, {("ok",): board.polls_ok, ("failed",): board.polls_failed})
         yield _counter(metrics.ACTIONS, {(*labels,): count for labels, count in self._outcomes.items()})
 
 
 def make_registry(
-    board: Board, outcomes: Outcomes, *, stale_after_s: float, sources: Sources | None = None
+    board: Board,
+    outcomes: Outcomes,
+    *,
+    stale_after_s: float,
+    sources: Sources | None = None,
+    credentials: Credentials | None = None,
 ) -> CollectorRegistry:
     """A registry of its own, so that several agents can live in one process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(
-        AgentCollector(board, outcomes, stale_after_s=stale_after_s, sources={} if sources is None else sources)
+        AgentCollector(
+            board,
+            outcomes,
+            stale_after_s=stale_after_s,
+            sources={} if sources is None else sources,
+            credentials=credentials,
+        )
     )
     return registry
 

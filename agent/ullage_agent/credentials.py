@@ -12,6 +12,7 @@ import ssl
 from pathlib import Path
 
 from ullage_agent.errors import ConfigError
+from ullage_agent.tlscheck import certificate_problem
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,16 @@ class Credentials:
         self._seen = self._stamps()
         self._token = self._read_token()
         self.context = self._load_certificate()
+        self.problem: str | None = None
+        """Why clients refuse the certificate now, as when it has expired; None when they take it."""
+        self.check()
+
+    def check(self) -> None:
+        """Look whether clients still take the certificate; say so once when they no longer do."""
+        found = certificate_problem(self._cert, self.context)
+        if found is not None and found != self.problem:
+            log.error("--tls-cert %s is refused by clients: %s; renew it", self._cert, found)
+        self.problem = found
 
     def accepts(self, authorization: str | None) -> bool:
         """Whether an `Authorization` header carries the token. Takes as long whatever is wrong with it."""
@@ -48,6 +59,7 @@ class Credentials:
             log.error("the certificate or token was not renewed, the old one stays in force: %s", error)
             return False
         self._token, self._seen = token, stamps
+        self.check()
         log.info("certificate and token were renewed")
         return True
 

@@ -443,6 +443,11 @@ SAMPLE_AGE = Family(
     "Age of the last good sample. Older than a few polls: the llm_ series are history, and soon absent. Absent "
     "itself before the first.",
 )
+CERTIFICATE_VALID = Family(
+    "ullage_agent_certificate_valid",
+    "0 while clients refuse the certificate of the action port, as when it has expired: nobody can act then. Absent "
+    "where the port is not opened.",
+)
 POLLS = Family("ullage_agent_polls", "Readings of the engine by outcome.", ("outcome",))
 ACTIONS = Family(
     "ullage_agent_actions",

@@ -233,7 +233,9 @@ class TlsFiles:
         return ssl.create_default_context(cafile=str(self.cert))
 
 
-def write_pair(cert_path: Path, key_path: Path, name: str, password: bytes | None = None) -> None:
+def write_pair(
+    cert_path: Path, key_path: Path, name: str, password: bytes | None = None, *, expired: bool = False
+) -> None:
     """A self-signed certificate for 127.0.0.1."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -244,8 +246,8 @@ def write_pair(cert_path: Path, key_path: Path, name: str, password: bytes | Non
         .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
+        .not_valid_before(now - timedelta(days=2))
+        .not_valid_after(now + timedelta(days=-1 if expired else 1))
         .add_extension(x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), False)
         .sign(key, hashes.SHA256())
     )

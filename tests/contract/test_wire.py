@@ -13,10 +13,15 @@ from ullage_agent import wire
 from ullage_agent.wire import (
     ActionRequest,
     ActionResult,
+    Device,
     EngineIdentity,
     Forecast,
     Fragmentation,
+    Host,
+    Liveness,
+    Rank,
     RiskReport,
+    Service,
     Snapshot,
     Violation,
     WireError,
@@ -34,7 +39,20 @@ snapshots = st.builds(
     step_age_s=amount,
     admission_expires_in_s=amount,
     draining=st.none() | st.booleans(),
+    ranks=st.lists(st.builds(Rank, name=text, hot_blocks=count, waiting=count), max_size=3).map(tuple),
 )
+shares = st.none() | st.floats(0, 1)
+services = st.builds(
+    Service, window_s=st.floats(0, 1e3), arrivals_per_s=amount, ttft_p99_s=amount, prefix_hit_ratio=shares
+)
+livenesses = st.builds(
+    Liveness,
+    state=st.sampled_from(["working", "idle", "stalled", "dead", "unknown"]),
+    quiet_s=st.floats(0, 1e6),
+    detail=text,
+)
+devices = st.builds(Device, index=st.integers(0, 64), used_bytes=count, other_bytes=count, last_xid=count)
+hosts = st.builds(Host, limit_bytes=count, used_bytes=count, psi_full_avg10=shares)
 reports = st.builds(
     RiskReport,
     engine=st.builds(EngineIdentity, type=text, instance=text, version=st.none() | text, model=st.none() | text),
@@ -46,7 +64,12 @@ reports = st.builds(
     snapshot=st.none() | snapshots,
     fragmentation=st.none() | st.builds(Fragmentation, external=st.none() | st.floats(0, 1)),
     forecast=st.none() | st.builds(Forecast, exhaustion_p50_s=amount, growth_blocks_per_s=st.none() | finite),
+    service=st.none() | services,
+    liveness=st.none() | livenesses,
+    devices=st.lists(devices, max_size=3).map(tuple),
+    host=st.none() | hosts,
     capabilities=st.lists(st.sampled_from(wire.ACTIONS), max_size=5).map(tuple),
+    features=st.lists(text, max_size=3).map(tuple),
     violations=st.lists(st.builds(Violation, metric=text, problem=st.just("missing"), detail=text)).map(tuple),
     error=st.none() | text,
 )
@@ -122,6 +145,13 @@ def test_a_newer_peer_may_add_fields() -> None:
     assert wire.decode(encoded(news=[1, 2]), RiskReport).score == 50.0
 
 
+def test_an_older_peer_may_leave_out_what_came_later() -> None:
+    report = wire.decode(encoded(snapshot={"sampled_at": 1.0}), RiskReport)
+    assert (report.service, report.liveness, report.devices, report.host, report.features) == (None, None, (), None, ())
+    assert report.snapshot is not None
+    assert report.snapshot.ranks == ()
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -139,6 +169,11 @@ def test_a_newer_peer_may_add_fields() -> None:
         ({"snapshot": {}}, "sampled_at"),
         ({"fragmentation": {"external": 1.5}}, "external"),
         ({"forecast": {"exhaustion_p50_s": -3.0}}, "exhaustion_p50_s"),
+        ({"service": {"window_s": 60.0, "prefix_hit_ratio": 1.5}}, "prefix_hit_ratio"),
+        ({"liveness": {"state": "sleepy", "quiet_s": 1.0}}, "state"),
+        ({"devices": [{"index": 0, "used_bytes": -1}]}, "used_bytes"),
+        ({"host": {"psi_full_avg10": 2.0}}, "psi_full_avg10"),
+        ({"snapshot": {"sampled_at": 1.0, "ranks": [{"name": "0", "hot_blocks": -1}]}}, "hot_blocks"),
     ],
 )
 def test_bad_reports_name_the_field(changes: dict[str, Any], named: str) -> None:
