@@ -108,7 +108,7 @@ class Build:
             generated_at=at,
             sample_age_s=age,
             score=score,
-            winner=None if score is None else "classic",
+            winner=max(terms, key=terms.__getitem__, default=None),
             terms=terms,
             snapshot=seen,
             capabilities=capabilities,
@@ -267,7 +267,7 @@ class MemoryCluster:
     patches: list[tuple[str, str, str, dict[str, Any]]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+    async def get(self, kind: str, namespace: str, name: str, *, version: str = "") -> dict[str, Any] | None:
         if self.failures:
             raise self.failures.pop(0)
         return copy.deepcopy(self.objects.get((kind, name)))

@@ -458,6 +458,19 @@ def test_evict_takes_the_engine_at_the_greatest_risk(build: Any) -> None:
     assert decision.parameters.ratio == 0.2
 
 
+@pytest.mark.parametrize("term", ["forecast", "thrash"])
+def test_in_a_shortage_the_ratio_is_taken_of_hot_blocks_on_top_of_the_cached_ones(build: Any, term: str) -> None:
+    short = build.observation(90, terms={"classic": 60.0, term: 90.0}, hot_blocks=80, reclaimable_blocks=20)
+    decision = _decide(build, build.service(), [short], [])
+    assert decision.parameters is not None
+    assert decision.parameters.ratio == pytest.approx((20 + 0.2 * 80) / 100)
+    assert "20% of the hot blocks, after the cached ones" in decision.message
+    untold = build.observation(90, terms={term: 90.0}, hot_blocks=None, reclaimable_blocks=None)
+    decision = _decide(build, build.service(), [untold], [])
+    assert decision.parameters is not None
+    assert decision.parameters.ratio == 0.2
+
+
 def test_an_act_is_written_down_as_running_with_its_evidence(build: Any) -> None:
     decision = _decide(build, build.service(), [build.observation(90)], [])
     (record,) = decision.updates

@@ -11,6 +11,8 @@ from ullage_operator.policy.situation import Situation, capable, throttled
 from ullage_operator.policy.types import Decision, Reason
 from ullage_operator.remediation import Step
 
+SHORTAGE = frozenset({"forecast", "thrash"})
+"""Terms that say that admitted work needs more than the cache has, reclaimable blocks included."""
 RENEW_SHARE = 0.5
 """Share of a throttle's time left from which it is renewed while a new engine is on its way."""
 
@@ -71,8 +73,8 @@ def check_evict(s: Situation) -> Decision | None:
     observation = _turn(s, "evict")
     if observation is None:
         return None
-    ratio = s.policy.evict.ratio
-    message = f"{_risk(s, observation)}: evict {ratio:.0%} of the occupied blocks"
+    ratio, of_what = _evict_share(s, observation)
+    message = f"{_risk(s, observation)}: evict {s.policy.evict.ratio:.0%} of the {of_what}"
     step = Step(action="evict", parameters=Parameters(ratio=ratio), reason=Reason.EVICT.value, message=message)
     return begin(s, observation, step)
 
@@ -157,6 +159,21 @@ def check_healthy(s: Situation) -> Decision | None:
     """All engines were read and none is at risk."""
     worst = s.fresh[0]
     return hold(worst, Reason.HEALTHY, f"greatest risk is {worst.score:.0f}")
+
+
+def _evict_share(s: Situation, observation: Observation) -> tuple[float, str]:
+    """Share of the occupied blocks to evict, and in words what the policy's ratio refers to.
+
+    Engines give up cached blocks first. Where admitted work is about to outgrow the cache, those count as supply
+    already and freeing them changes nothing: the ratio is taken of the hot blocks then, on top of the cached ones.
+    """
+    ratio = s.policy.evict.ratio
+    snapshot = observation.report.snapshot if observation.report else None
+    hot, cached = (snapshot.hot_blocks, snapshot.reclaimable_blocks) if snapshot else (None, None)
+    winner = observation.report.winner if observation.report else None
+    if winner not in SHORTAGE or not hot or cached is None:
+        return ratio, "occupied blocks"
+    return (cached + ratio * hot) / (cached + hot), "hot blocks, after the cached ones"
 
 
 def _turn(s: Situation, action: str) -> Observation | None:
