@@ -6,60 +6,66 @@ Non-goals: talking to the API server (`kube`), making certificates (`certificate
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+import hashlib
+import json
 from typing import Any
 
-from ullage_operator.arguments import AgentFiles, agent_arguments, engine_arguments
 from ullage_operator.certificates import Credentials
+from ullage_operator.features import LEADER_WORKER_SET, Features
 from ullage_operator.fleet import TRAFFIC_LABEL, TRAFFIC_ON
-from ullage_operator.model import API_VERSION, InferenceService, Resources
-from ullage_operator.remediation import SERVICE_LABEL
+from ullage_operator.model import API_VERSION, InferenceService
+from ullage_operator.pods import (
+    ACTION_PORT_NAME,
+    AGENT_CONTAINER,
+    Images,
+    pod_labels,
+    pod_template,
+    secret_name,
+    worker_template,
+)
+from ullage_operator.surroundings import surroundings
 
-__all__ = ["Images", "agent_arguments", "desired_objects", "engine_arguments", "owner_reference", "secret_name"]
+__all__ = [
+    "ACTION_PORT_NAME",
+    "AGENT_CONTAINER",
+    "Features",
+    "Images",
+    "desired_objects",
+    "owner_reference",
+    "pod_labels",
+    "secret_name",
+    "workload_kind",
+]
 
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "ullage-operator"
-AGENT_CONTAINER = "agent"
-ACTION_PORT_NAME = "actions"
-
-RUN_DIR = "/run/ullage"
-ADMIN_SOCKET = f"{RUN_DIR}/admin.sock"
-CACHE_DIR = "/var/cache/ullage"
-SECRET_DIR = "/etc/ullage/agent"  # noqa: S105  a path, not a secret
-USER_ID = 65532
-"""User and group of both containers; any number works that is not root."""
-GRACE_SECONDS = 120
-"""From the beginning of a pod's end to the kill: in-flight answers are finished within it."""
-ENDPOINT_SECONDS = 5
-"""Wait before draining until the load balancers have dropped the pod."""
-LOAD_SECONDS = 1800
-"""Longest time for a model to load before the engine counts as hung."""
-AGENT_DEFAULTS = Resources(requests={"cpu": "20m", "memory": "64Mi"}, limits={"memory": "192Mi"})
-
-_DRAIN = """\
-import http.client, json, socket, sys, time
-path, wait, timeout = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
-time.sleep(wait)
-connection = http.client.HTTPConnection("engine", timeout=timeout + 5)
-connection.sock = socket.socket(socket.AF_UNIX)
-connection.sock.connect(path)
-body = json.dumps({"timeout_s": timeout})
-connection.request("POST", "/admin/v1/drain", body, {"Content-Type": "application/json"})
-print(connection.getresponse().read().decode())
-"""
+HASH_ANNOTATION = "ullage.dev/desired"
+"""Digest of what was applied: tells a pass that nothing of ours is to be taken away."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
-    """Container images for services that name none."""
+def desired_objects(
+    service: InferenceService, *, images: Images, credentials: Credentials, features: Features | None = None
+) -> list[dict[str, Any]]:
+    """All children, in the order in which to apply them: the workload is the third."""
+    known = features or Features()
+    children = [_secret(service, credentials), _service(service), _workload(service, images)]
+    name = service.metadata.name
+    for version, kind, spec in surroundings(service, known):
+        child: dict[str, Any] = {
+            "apiVersion": version,
+            "kind": kind,
+            "metadata": _metadata(service, name),
+            "spec": spec,
+        }
+        if version.startswith("monitoring."):
+            child["metadata"]["labels"] |= service.spec.monitoring.labels
+        children.append(child)
+    return [_digested(child) for child in children]
 
-    engine: str
-    agent: str
 
-
-def desired_objects(service: InferenceService, *, images: Images, credentials: Credentials) -> list[dict[str, Any]]:
-    """Secret, Service and Deployment, in the order in which to apply them."""
-    return [_secret(service, credentials), _service(service), _deployment(service, images)]
+def workload_kind(service: InferenceService) -> str:
+    """Kind of the object that runs the engines."""
+    return "Deployment" if service.spec.engine.nodes == 1 else "LeaderWorkerSet"
 
 
 def owner_reference(service: InferenceService) -> dict[str, Any]:
@@ -72,11 +78,6 @@ def owner_reference(service: InferenceService) -> dict[str, Any]:
         "controller": True,
         "blockOwnerDeletion": True,
     }
-
-
-def secret_name(service: InferenceService) -> str:
-    """Name of the Secret with the agents' token and certificate."""
-    return f"{service.metadata.name}-agent"
 
 
 def credentials_of(secret: dict[str, Any]) -> Credentials:
@@ -92,9 +93,20 @@ def credentials_of(secret: dict[str, Any]) -> Credentials:
     return Credentials(token=text("token"), certificate=text("tls.crt"), key=text("tls.key"), trusted=text("ca.crt"))
 
 
-def pod_labels(service: InferenceService) -> dict[str, str]:
-    """Labels that select a service's pods; they never change."""
-    return {"app.kubernetes.io/name": "ullage-engine", SERVICE_LABEL: service.metadata.name}
+def covers(existing: Any, wanted: Any) -> bool:
+    """Whether an object holds all that is wanted; what others added in objects does not matter."""
+    if isinstance(wanted, dict):
+        return isinstance(existing, dict) and all(k in existing and covers(existing[k], v) for k, v in wanted.items())
+    if isinstance(wanted, list):
+        same = isinstance(existing, list) and len(existing) == len(wanted)
+        return same and all(covers(a, b) for a, b in zip(existing, wanted, strict=True))
+    return bool(existing == wanted)
+
+
+def _digested(child: dict[str, Any]) -> dict[str, Any]:
+    digest = hashlib.sha256(json.dumps(child, sort_keys=True).encode()).hexdigest()[:16]
+    child["metadata"]["annotations"] = {HASH_ANNOTATION: digest}
+    return child
 
 
 def _metadata(service: InferenceService, name: str) -> dict[str, Any]:
@@ -140,6 +152,10 @@ def _service(service: InferenceService) -> dict[str, Any]:
     }
 
 
+def _workload(service: InferenceService, images: Images) -> dict[str, Any]:
+    return _deployment(service, images) if service.spec.engine.nodes == 1 else _leader_worker_set(service, images)
+
+
 def _deployment(service: InferenceService, images: Images) -> dict[str, Any]:
     return {
         "apiVersion": "apps/v1",
@@ -149,111 +165,27 @@ def _deployment(service: InferenceService, images: Images) -> dict[str, Any]:
             "replicas": service.spec.replicas.effective,
             "selector": {"matchLabels": pod_labels(service)},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-            "template": {
-                "metadata": {"labels": {**pod_labels(service), TRAFFIC_LABEL: TRAFFIC_ON}},
-                "spec": _pod(service, images),
+            "template": pod_template(service, images),
+        },
+    }
+
+
+def _leader_worker_set(service: InferenceService, images: Images) -> dict[str, Any]:
+    return {
+        "apiVersion": LEADER_WORKER_SET,
+        "kind": "LeaderWorkerSet",
+        "metadata": _metadata(service, service.metadata.name),
+        "spec": {
+            "replicas": service.spec.replicas.effective,
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {"maxUnavailable": 0, "maxSurge": 1},
+            },
+            "leaderWorkerTemplate": {
+                "size": service.spec.engine.nodes,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": pod_template(service, images),
+                "workerTemplate": worker_template(service, images),
             },
         },
-    }
-
-
-def _pod(service: InferenceService, images: Images) -> dict[str, Any]:
-    return {
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [_engine(service, images), _agent(service, images)],
-        "volumes": [
-            {"name": "run", "emptyDir": {"medium": "Memory"}},
-            {"name": "cache", "emptyDir": {}},
-            {"name": "engine-tmp", "emptyDir": {}},
-            {"name": "agent-tmp", "emptyDir": {}},
-            {"name": "credentials", "secret": {"secretName": secret_name(service), "defaultMode": 0o440}},
-        ],
-    }
-
-
-def _engine(service: InferenceService, images: Images) -> dict[str, Any]:
-    engine = service.spec.engine
-    drain_seconds = GRACE_SECONDS - ENDPOINT_SECONDS - 15
-    drain = ["python3", "-c", _DRAIN, ADMIN_SOCKET, str(ENDPOINT_SECONDS), str(drain_seconds)]
-    arguments = engine_arguments(
-        service, host="0.0.0.0", port=engine.port, admin=f"unix:{ADMIN_SOCKET}", cache_dir=CACHE_DIR
-    )
-    return {
-        **_container("engine", engine.image or images.engine, "ullage-engine", arguments),
-        "env": _environment({"HOME": CACHE_DIR, "USER": "ullage", "HF_HOME": f"{CACHE_DIR}/huggingface"}),
-        "ports": [_port("http", engine.port)],
-        "startupProbe": _probe("/health", "http", period=5, failures=LOAD_SECONDS // 5),
-        "livenessProbe": _probe("/health", "http", period=10, failures=6),
-        "readinessProbe": _probe("/ready", "http", period=5, failures=2),
-        "lifecycle": {"preStop": {"exec": {"command": drain}}},
-        "resources": engine.resources.write(),
-        "volumeMounts": [
-            {"name": "run", "mountPath": RUN_DIR},
-            {"name": "cache", "mountPath": CACHE_DIR},
-            {"name": "engine-tmp", "mountPath": "/tmp"},  # noqa: S108  a volume of the pod's own
-        ],
-    }
-
-
-def _agent(service: InferenceService, images: Images) -> dict[str, Any]:
-    agent = service.spec.agent
-    arguments = agent_arguments(
-        service,
-        engine_url=f"unix:{ADMIN_SOCKET}",
-        host="0.0.0.0",
-        metrics_port=agent.metrics_port,
-        action_port=agent.action_port,
-        files=AgentFiles(certificate=f"{SECRET_DIR}/tls.crt", key=f"{SECRET_DIR}/tls.key", token=f"{SECRET_DIR}/token"),
-    )
-    resources = agent.resources if agent.resources != Resources() else AGENT_DEFAULTS
-    return {
-        **_container(AGENT_CONTAINER, agent.image or images.agent, "ullage-agent", arguments),
-        "env": _environment({"USER": "ullage"}),
-        "ports": [_port("metrics", agent.metrics_port), _port(ACTION_PORT_NAME, agent.action_port)],
-        "livenessProbe": _probe("/healthz", "metrics", period=10, failures=6),
-        "resources": resources.write(),
-        "volumeMounts": [
-            {"name": "run", "mountPath": RUN_DIR},
-            {"name": "agent-tmp", "mountPath": "/tmp"},  # noqa: S108  a volume of the pod's own
-            {"name": "credentials", "mountPath": SECRET_DIR, "readOnly": True},
-        ],
-    }
-
-
-def _container(name: str, image: str, command: str, arguments: list[str]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "image": image,
-        "command": [command],
-        "args": arguments,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-    }
-
-
-def _environment(variables: dict[str, str]) -> list[dict[str, str]]:
-    return [{"name": name, "value": value} for name, value in variables.items()]
-
-
-def _port(name: str, number: int) -> dict[str, Any]:
-    return {"name": name, "containerPort": number, "protocol": "TCP"}
-
-
-def _probe(path: str, port: str, *, period: int, failures: int) -> dict[str, Any]:
-    return {
-        "httpGet": {"path": path, "port": port, "scheme": "HTTP"},
-        "periodSeconds": period,
-        "timeoutSeconds": 5,
-        "failureThreshold": failures,
     }

@@ -9,7 +9,9 @@
     ├── CertificateError      a certificate or key that cannot be read
     ├── SetupError            the operator cannot start; one line with the remedy
     └── ClusterError          the Kubernetes API refused or did not answer. Carries `status` where it answered
-        └── NameTaken         an object of a child's name exists and belongs to someone else
+        └── Blocked           a service's children cannot be made until somebody changes something
+            ├── NameTaken     an object of a child's name exists and belongs to someone else
+            └── NotServed     a kind that the spec needs is not installed in the cluster
 
 Only `handlers` turns these into kopf's TemporaryError and PermanentError.
 """
@@ -57,7 +59,15 @@ class ClusterError(OperatorError):
         self.status = status
 
 
-class NameTaken(ClusterError):
+class Blocked(ClusterError):
+    """Children cannot be made until somebody changes something; nothing was written."""
+
+
+class NotServed(Blocked):
+    """A kind that the spec needs is not installed in the cluster."""
+
+
+class NameTaken(Blocked):
     """An object of a child's name exists and belongs to someone else; it is not touched."""
 
 

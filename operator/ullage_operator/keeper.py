@@ -18,8 +18,8 @@ from ullage_operator.alerts import AlertBoard
 from ullage_operator.book import Book, ServiceKey
 from ullage_operator.budget import Budget
 from ullage_operator.certificates import Credentials, client_context, server_name
-from ullage_operator.desired import Images
-from ullage_operator.errors import ClusterError, ManifestError, NameTaken
+from ullage_operator.desired import Features, Images
+from ullage_operator.errors import Blocked, ClusterError, ManifestError
 from ullage_operator.events import decision_event, event
 from ullage_operator.fleet import Fleet, fleet_of
 from ullage_operator.gather import AgentClient
@@ -47,13 +47,14 @@ BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Office:
     """What all keepers share. `session` and `cluster` belong to whoever made them."""
 
     cluster: Cluster
     session: aiohttp.ClientSession
     images: Images
+    features: Features
     metrics: Metrics
     clock: Callable[[], float]
     limiter: asyncio.Semaphore
@@ -157,12 +158,16 @@ class Keeper:
         try:
             await self._rank(service)
             self._children = await reconcile(
-                service, cluster=self._office.cluster, images=self._office.images, clock=self._office.clock
+                service,
+                cluster=self._office.cluster,
+                images=self._office.images,
+                features=self._office.features,
+                clock=self._office.clock,
             )
-        except NameTaken as error:
+        except Blocked as error:
             problem = str(error)
             if problem != self._problem:
-                await self._tell(service, "NameTaken", problem)
+                await self._tell(service, type(error).__name__, problem)
         self._problem = problem
         credentials = self._children.credentials if self._children else None
         if credentials != before or service != self._service or self._sweeper is None:

@@ -32,6 +32,11 @@ _PATHS: Mapping[str, tuple[str, str]] = {
     "Secret": ("/api/v1", "secrets"),
     "Pod": ("/api/v1", "pods"),
     "Event": ("/api/v1", "events"),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+    "PodDisruptionBudget": ("", "poddisruptionbudgets"),
+    "PodMonitor": ("/apis/monitoring.coreos.com/v1", "podmonitors"),
+    "PrometheusRule": ("/apis/monitoring.coreos.com/v1", "prometheusrules"),
+    "LeaderWorkerSet": ("/apis/leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
     "InferenceService": ("/apis/ullage.dev/v1alpha1", "inferenceservices"),
     "Remediation": ("/apis/ullage.dev/v1alpha1", "remediations"),
 }
@@ -43,10 +48,10 @@ class Cluster:
 
     api: ApiClient
 
-    async def get(self, kind: str, namespace: str, name: str) -> Object | None:
-        """The object, or None when there is none."""
+    async def get(self, kind: str, namespace: str, name: str, *, version: str = "") -> Object | None:
+        """The object, or None when there is none; `version` for a kind that is served in several."""
         try:
-            return await self._call("GET", _path(kind, namespace, name))
+            return await self._call("GET", _path(kind, namespace, name, version=version))
         except ClusterError as error:
             if error.status == 404:
                 return None
@@ -68,7 +73,7 @@ class Cluster:
         """Create or update by server-side apply; fields that we own are set back, others are left alone."""
         metadata = obj["metadata"]
         query = {"fieldManager": SPEC_MANAGER, "force": "true"}
-        path = _path(obj["kind"], metadata["namespace"], metadata["name"])
+        path = _path(obj["kind"], metadata["namespace"], metadata["name"], version=obj["apiVersion"])
         return await self._call("PATCH", path, query, obj, "application/apply-patch+yaml")
 
     async def create(self, obj: Object) -> Object:
@@ -95,15 +100,15 @@ class Cluster:
             if error.status != 404:
                 raise
 
-    async def serves(self, group_version: str) -> bool:
-        """Whether the API server knows a group and version."""
+    async def resources(self, group_version: str) -> frozenset[str]:
+        """Plural names that the API server serves in a group and version; none where it does not know it."""
         try:
-            await self._call("GET", f"/apis/{group_version}")
+            found = await self._call("GET", f"/apis/{group_version}")
         except ClusterError as error:
             if error.status == 404:
-                return False
+                return frozenset()
             raise
-        return True
+        return frozenset(resource["name"] for resource in found.get("resources") or [])
 
     async def _call(
         self,
@@ -124,8 +129,9 @@ class Cluster:
         return _answer(f"{method} {path}", response.status, data)
 
 
-def _path(kind: str, namespace: str | None, name: str | None = None) -> str:
+def _path(kind: str, namespace: str | None, name: str | None = None, *, version: str = "") -> str:
     base, plural = _PATHS[kind]
+    base = base or f"/apis/{version}"
     scope = "" if namespace is None else f"/namespaces/{quote(namespace, safe='')}"
     path = f"{base}{scope}/{plural}"
     return path if name is None else f"{path}/{quote(name, safe='')}"

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from ullage_operator.budget import Budget
 from ullage_operator.desired import Images
+from ullage_operator.discovery import discover
 from ullage_operator.errors import ClusterError, SetupError
 from ullage_operator.gather import CONCURRENCY
 from ullage_operator.handlers import register, settings
@@ -60,6 +61,7 @@ async def _operate(arguments: argparse.Namespace) -> None:
         office = Office(
             cluster=cluster,
             session=await stack.enter_async_context(aiohttp.ClientSession(trust_env=False)),
+            features=await discover(cluster),
             images=Images(engine=arguments.engine_image, agent=arguments.agent_image),
             metrics=Metrics(registry),
             clock=time.time,
@@ -124,7 +126,7 @@ async def _api_client(kubeconfig: Path | None) -> ApiClient:
 
 async def _require_crds(cluster: Cluster) -> None:
     try:
-        known = await cluster.serves(API_VERSION)
+        known = "inferenceservices" in await cluster.resources(API_VERSION)
     except ClusterError as error:
         raise SetupError(f"the API server does not answer: {error}; check --kubeconfig") from error
     if not known:

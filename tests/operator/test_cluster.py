@@ -343,7 +343,7 @@ def test_columns_of_a_remediation(kubectl: Kubectl) -> None:
         ({"replicas": {"min": 3, "max": 2}}, "min is above max"),
         ({"replicas": {"min": 1, "max": 2, "desired": 3}}, "desired is outside min..max"),
         ({"remediation": {"riskThreshold": 50, "releaseThreshold": 50}}, "releaseThreshold is not below"),
-        ({"engine": {"type": "vllm", "kvCache": {"memory": "48Mi"}}}, "only engine type ullage"),
+        ({"engine": {"type": "vllm", "kvCache": {"memory": "48Mi"}}}, "image is missing"),
         ({"engine": {"kvCache": {"memory": "48"}}}, "memory needs a unit"),
         ({"agent": {"actionPort": 8000}}, "must differ"),
     ],

@@ -30,7 +30,7 @@ def containers(service: Any) -> dict[str, Any]:
 def test_children_are_owned_labelled_and_stable(build: Any) -> None:
     made = objects(build.service())
     assert made == objects(build.service())
-    assert set(made) == {"Secret", "Service", "Deployment"}
+    assert set(made) == {"Secret", "Service", "Deployment", "NetworkPolicy"}
     for child in made.values():
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"]) == ("uid-web", True)

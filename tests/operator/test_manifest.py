@@ -56,7 +56,7 @@ BAD: list[tuple[str, object, str]] = [
     ("spec.engine.kvCache.memory", "48Mi\n", "is not a Kubernetes quantity"),
     ("spec.engine.kvCache.memory", REMOVED, "spec.engine.kvCache.memory: is missing; set it"),
     ("spec.engine.kvCache.blockSize", 17, "spec.engine.kvCache.blockSize: 17 is refused: input should be 8, 16 or 32"),
-    ("spec.engine.type", "vllm", "spec.engine.type: 'vllm' cannot be started by this version; set ullage"),
+    ("spec.engine.type", "vllm", "spec.engine.image: is missing; name an image of vllm"),
     ("spec.engine.maxBatchTokens", 32, "spec.engine.maxBatchTokens: 32 is below maxSequences 64"),
     ("spec.engine.port", "8000", "spec.engine.port: '8000' is refused: input should be a valid integer"),
     ("spec.engine.port", True, "spec.engine.port: True is refused"),

@@ -18,6 +18,7 @@ from ullage_operator.model.common import (
     RemedyAction,
     Stage,
 )
+from ullage_operator.model.engine import Engine, Eviction, KVCache, Model, Resources, Speculation
 from ullage_operator.model.policy import (
     ActionPolicy,
     CompactPolicy,
@@ -35,16 +36,7 @@ from ullage_operator.model.remediation import (
     RemediationStatus,
 )
 from ullage_operator.model.service import Condition, InferenceService, LastAction, RiskSummary, ServiceStatus
-from ullage_operator.model.spec import (
-    Agent,
-    Engine,
-    Eviction,
-    KVCache,
-    Model,
-    Replicas,
-    Resources,
-    ServiceSpec,
-)
+from ullage_operator.model.spec import Agent, Monitoring, Network, Replicas, ServiceSpec
 
 __all__ = [
     "API_VERSION",
@@ -66,6 +58,8 @@ __all__ = [
     "LastAction",
     "Mode",
     "Model",
+    "Monitoring",
+    "Network",
     "ObjectMeta",
     "Parameters",
     "Phase",
@@ -81,6 +75,7 @@ __all__ = [
     "ScaleUpPolicy",
     "ServiceSpec",
     "ServiceStatus",
+    "Speculation",
     "Stage",
     "ThrottlePolicy",
 ]

@@ -2,123 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from ullage_operator.fields import CacheMemory, Part, Quantity, cel, fault, parse_bytes
+from ullage_operator.fields import Part, cel, fault
+from ullage_operator.model.engine import Engine, Model, Resources
 from ullage_operator.model.policy import RemediationPolicy
-
-
-class Resources(Part):
-    """Requests and limits of a container, as quantity strings such as `cpu: "2"` and `memory: 1Gi`."""
-
-    requests: dict[str, Quantity] = Field(default_factory=dict)
-    """Least amount that the scheduler reserves, by resource."""
-    limits: dict[str, Quantity] = Field(default_factory=dict)
-    """Greatest amount that the container may use, by resource."""
-
-
-class Model(Part):
-    """Which model is served, and under which name."""
-
-    source: str = Field(min_length=1)
-    """A Hugging Face folder, a .gguf file, or package://MODULE/FILE inside an installed Python package."""
-    served_name: str | None = Field(default=None, min_length=1)
-    """Name that clients use; without it the name of the service."""
-    max_length: int | None = Field(default=None, ge=1)
-    """Greatest number of tokens in prompt and answer together; without it the model's own limit."""
-
-
-class Eviction(Part):
-    """What an eviction may drop from sequences that are still running."""
-
-    policy: Literal["recency"] = "recency"
-    """How blocks are ranked: recency keeps the beginning and the most recent tokens."""
-    protected_tokens: int = Field(default=256, ge=0)
-    """Tokens at the beginning of a sequence that are never dropped."""
-    recent_tokens: int = Field(default=256, ge=0)
-    """Most recent tokens of a sequence that are never dropped."""
-
-
-class KVCache(Part):
-    """Memory and layout of the paged KV cache."""
-
-    model_config = ConfigDict(
-        json_schema_extra=cel(
-            ("self.memory.matches('[kMGTP]i?$')", "memory needs a unit, such as 48Mi"),
-        )
-    )
-
-    memory: CacheMemory
-    """Memory of the block pool as a quantity with a unit, such as "48Mi"; at least 1Mi."""
-    type: Literal["fp8", "int8", "bf16", "fp32"] = "fp8"
-    """Storage type of keys and values."""
-    block_size: Literal[8, 16, 32] = 16
-    """Tokens in a block."""
-    prefix_reuse: bool = True
-    """Keep blocks of finished requests for later ones with the same prefix."""
-    eviction: Eviction = Field(default_factory=Eviction)
-    """Limits of eviction from running sequences."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """`memory` in bytes."""
-        return parse_bytes(self.memory)
-
-
-class Engine(Part):
-    """The inference engine and its settings."""
-
-    model_config = ConfigDict(
-        json_schema_extra=cel(
-            ("self.type == 'ullage'", "only engine type ullage is served by this version"),
-            (
-                "self.maxBatchTokens >= self.maxSequences",
-                "maxBatchTokens is below maxSequences; raise it or lower maxSequences",
-            ),
-        )
-    )
-
-    type: Literal["ullage", "vllm", "sglang"] = "ullage"
-    """Engine to run. Only ullage is served by this version."""
-    image: str | None = Field(default=None, min_length=1)
-    """Container image; without it the operator's default."""
-    port: int = Field(default=8000, ge=1, le=65535)
-    """Port of the OpenAI interface."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and activations."""
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the model's arithmetic; without it the engine decides."""
-    max_batch_tokens: int = Field(default=512, ge=1)
-    """Greatest number of tokens in one step."""
-    max_sequences: int = Field(default=64, ge=1)
-    """Greatest number of sequences that run at once."""
-    resources: Resources = Field(default_factory=Resources)
-    """Requests and limits of the engine's container."""
-    extra_args: list[str] = Field(default_factory=list)
-    """Further command-line arguments of the engine, appended as they are."""
-    kv_cache: KVCache = Field(alias="kvCache")
-    """Memory and layout of the KV cache."""
-
-    @field_validator("type")
-    @classmethod
-    def _only_what_is_served(cls, value: str) -> str:
-        if value != "ullage":
-            raise fault(
-                f"{value!r} cannot be started by this version; set ullage, or point an agent at your own {value} server"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _one_token_each(self) -> Self:
-        if self.max_batch_tokens < self.max_sequences:
-            raise fault(
-                f"{self.max_batch_tokens} is below maxSequences {self.max_sequences}, and a step decodes a token "
-                "of each; raise it or lower maxSequences",
-                field="maxBatchTokens",
-            )
-        return self
 
 
 class Agent(Part):
@@ -172,6 +62,43 @@ class Replicas(Part):
         return self
 
 
+class Monitoring(Part):
+    """What is made for Prometheus, where its operator's kinds exist in the cluster."""
+
+    enabled: bool = True
+    """Whether a PodMonitor and a PrometheusRule are made."""
+    interval_seconds: int = Field(default=15, ge=1)
+    """Seconds between two scrapes."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of both, by which a Prometheus selects them."""
+
+
+class Network(Part):
+    """Who may reach the pods."""
+
+    policy: bool = True
+    """Whether a NetworkPolicy is made: the OpenAI and metrics ports for everybody, actions for the operator alone."""
+    metrics_from: dict[str, str] = Field(default_factory=dict)
+    """Labels of namespaces that may read metrics; none: all."""
+
+
+def _pod_template(value: dict[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(value) - {"metadata", "spec"})
+    if unknown:
+        raise fault(f"{unknown[0]!r} is no part of a pod template; set metadata or spec", field=unknown[0])
+    for name in ("metadata", "spec"):
+        if not isinstance(value.get(name, {}), dict):
+            raise fault(f"{value[name]!r} is not an object; write it as in a Deployment's template", field=name)
+    return value
+
+
+PodTemplate = Annotated[
+    dict[str, Any],
+    AfterValidator(_pod_template),
+    WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
+]
+
+
 class ServiceSpec(Part):
     """What is wanted."""
 
@@ -195,6 +122,12 @@ class ServiceSpec(Part):
     """How many engines run."""
     remediation: RemediationPolicy = Field(default_factory=RemediationPolicy)
     """When and how the operator acts."""
+    monitoring: Monitoring = Field(default_factory=Monitoring)
+    """What is made for Prometheus."""
+    network: Network = Field(default_factory=Network)
+    """Who may reach the pods."""
+    pod_template: PodTemplate | None = None
+    """Merged over the pods that the operator makes, as a strategic merge patch: metadata and spec of a pod."""
     suspend: bool = False
     """Leave everything as it is: no repair of children, no remediation."""
 
