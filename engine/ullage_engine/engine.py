@@ -125,7 +125,7 @@ class Engine:
         self.tally.admitted += 1
         self.tally.prompt_tokens += len(request.prompt)
         parent = self._live.get(request.fork_of or "")
-        if parent is not None and parent.request.prompt == request.prompt and not parent.generated:
+        if parent is not None and _same_prompt(parent, request) and not parent.generated:
             self._parked.setdefault(parent.request_id, []).append(sequence)
         else:
             self.scheduler.add(sequence)
@@ -327,6 +327,10 @@ class Engine:
             evicted_blocks=mine.evicted_blocks,
             evicted_tokens=mine.evicted_tokens,
         )
+
+
+def _same_prompt(parent: Sequence, request: GenerationRequest) -> bool:
+    return (parent.request.prompt, parent.request.tenant) == (request.prompt, request.tenant)
 
 
 def _generator(request: GenerationRequest) -> torch.Generator | None:

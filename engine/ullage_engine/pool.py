@@ -115,9 +115,9 @@ class BlockPool:
             self._generation[block] += 1
         return blocks
 
-    def match(self, tokens: Sequence[int]) -> list[PrefixEntry]:
-        """Published blocks that `tokens` starts with; nothing is held yet."""
-        return self.index.match(tokens)
+    def match(self, tokens: Sequence[int], tenant: str = "") -> list[PrefixEntry]:
+        """A tenant's published blocks that `tokens` starts with; nothing is held yet."""
+        return self.index.match(tokens, tenant)
 
     def idle(self, entries: Iterable[PrefixEntry]) -> int:
         """How many of the entries' blocks are cached, so that sharing them takes them from what is available."""
@@ -163,9 +163,11 @@ class BlockPool:
         self._active_filled += tokens - self._filled[block]
         self._filled[block] = tokens
 
-    def publish(self, parent: PrefixEntry | None, tokens: tuple[int, ...], block: int) -> PrefixEntry | None:
+    def publish(
+        self, parent: PrefixEntry | None, tokens: tuple[int, ...], block: int, tenant: str = ""
+    ) -> PrefixEntry | None:
         """Offer a full, verified block for reuse; see `PrefixIndex.publish`."""
-        entry = self.index.publish(parent, tokens, block, self._generation[block])
+        entry = self.index.publish(parent, tokens, block, self._generation[block], tenant)
         if entry is not None and entry.block == block:
             self._entry[block] = entry
         return entry

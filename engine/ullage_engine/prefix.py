@@ -28,6 +28,8 @@ class PrefixEntry:
     block: int
     generation: int
     """The pool's generation of `block` when published; a later one means other content."""
+    tenant: str = ""
+    """Whose chain it is: blocks are never shared between tenants."""
     children: set[PrefixEntry] = field(default_factory=set)
 
 
@@ -35,7 +37,7 @@ class PrefixIndex:
     """Entries by digest.
 
     Args:
-        salt: what must be equal for a block to be reusable: model, cache type, tenant.
+        salt: what must be equal for any block to be reusable: model, cache type, centring.
         block_tokens: tokens in a full block.
         hasher: chain hash, injected so that collisions can be tested.
     """
@@ -52,21 +54,21 @@ class PrefixIndex:
     def __iter__(self) -> Iterator[PrefixEntry]:
         return iter(self._entries.values())
 
-    def match(self, tokens: Sequence[int]) -> list[PrefixEntry]:
-        """The longest chain of published blocks that `tokens` starts with; only full blocks."""
+    def match(self, tokens: Sequence[int], tenant: str = "") -> list[PrefixEntry]:
+        """The longest chain of a tenant's published blocks that `tokens` starts with; only full blocks."""
         chain: list[PrefixEntry] = []
         parent: PrefixEntry | None = None
         for start in range(0, len(tokens) - self._block_tokens + 1, self._block_tokens):
             part = tuple(tokens[start : start + self._block_tokens])
-            entry = self._entries.get(self._digest(parent, part))
-            if entry is None or entry.tokens != part or entry.parent is not parent:
+            entry = self._entries.get(self._digest(parent, part, tenant))
+            if entry is None or (entry.tokens, entry.tenant) != (part, tenant) or entry.parent is not parent:
                 break
             chain.append(entry)
             parent = entry
         return chain
 
     def publish(
-        self, parent: PrefixEntry | None, tokens: tuple[int, ...], block: int, generation: int
+        self, parent: PrefixEntry | None, tokens: tuple[int, ...], block: int, generation: int, tenant: str = ""
     ) -> PrefixEntry | None:
         """Offer a full block for reuse.
 
@@ -75,11 +77,12 @@ class PrefixIndex:
         """
         if parent is not None and self._entries.get(parent.digest) is not parent:
             return None
-        digest = self._digest(parent, tokens)
+        digest = self._digest(parent, tokens, tenant)
         held = self._entries.get(digest)
         if held is not None:
-            return held if held.tokens == tokens and held.parent is parent else None
-        entry = PrefixEntry(digest, tokens, parent, block, generation)
+            same = (held.tokens, held.tenant) == (tokens, tenant) and held.parent is parent
+            return held if same else None
+        entry = PrefixEntry(digest, tokens, parent, block, generation, tenant)
         self._entries[digest] = entry
         if parent is not None:
             parent.children.add(entry)
@@ -96,6 +99,6 @@ class PrefixIndex:
             entry.parent.children.discard(entry)
         return removed
 
-    def _digest(self, parent: PrefixEntry | None, tokens: tuple[int, ...]) -> bytes:
-        head = self._root if parent is None else parent.digest
+    def _digest(self, parent: PrefixEntry | None, tokens: tuple[int, ...], tenant: str) -> bytes:
+        head = self._hasher(self._root + tenant.encode()) if parent is None else parent.digest
         return self._hasher(head + b"".join(token.to_bytes(4, "little") for token in tokens))

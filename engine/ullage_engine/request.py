@@ -35,6 +35,8 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     sampling: SamplingParams
+    tenant: str = ""
+    """Prompts reuse each other's blocks within a tenant only, so that timing tells nobody what others asked."""
     fork_of: str | None = None
     """Another request with the same prompt, submitted before: its prompt is computed once for both if it still runs."""
 

@@ -191,7 +191,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> bool:
         """Move one waiting sequence to the running ones if its blocks are available."""
-        entries = self._pool.match(sequence.tokens[:-1]) if self._prefix_reuse else []
+        entries = self._pool.match(sequence.tokens[:-1], sequence.request.tenant) if self._prefix_reuse else []
         missing = self._blocks_for(len(sequence.tokens)) - len(entries)
         reserve = len(self.running)
         if missing > self._pool.available - self._pool.idle(entries) - reserve:
@@ -221,7 +221,8 @@ class Scheduler:
         while sequence.publishing and sequence.published + size <= sequence.computed:
             start = sequence.published
             part = tuple(sequence.tokens[start : start + size])
-            entry = self._pool.publish(sequence.chain, part, sequence.table[start // size])
+            block = sequence.table[start // size]
+            entry = self._pool.publish(sequence.chain, part, block, sequence.request.tenant)
             sequence.publishing = entry is not None
             if entry is not None:
                 sequence.chain, sequence.published = entry, start + size

@@ -90,6 +90,17 @@ def test_salt_separates_models_and_tenants() -> None:
     assert other.publish(None, (1, 2, 3, 4), 0, 1).digest != entry.digest  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("hasher", [None, lambda data: b"same"], ids=["good hash", "constant hash"])
+def test_tenants_never_share_a_block(hasher: object) -> None:
+    pool = make(8, **({"hasher": hasher} if hasher else {}))
+    [block] = pool.allocate(1)
+    pool.set_filled(block, SIZE)
+    pool.publish(None, (1, 2, 3, 4), block, "a")
+    assert pool.match((1, 2, 3, 4), "b") == []
+    assert pool.match((1, 2, 3, 4)) == []
+    assert [entry.block for entry in pool.match((1, 2, 3, 4), "a")] == [block]
+
+
 def test_withdrawing_a_head_frees_what_only_it_leads_to() -> None:
     pool = make()
     held = publish(pool, tuple(range(12)))

@@ -14,7 +14,9 @@ from ullage_engine.scheduler import MAX_PASSED_OVER
 def submit(engine: Any, name: str, prompt: list[int], count: int, fork_of: str | None = None) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
     sampling = SamplingParams(max_tokens=count, temperature=0)
-    request = GenerationRequest(request_id=name, prompt=tuple(prompt), sampling=sampling, fork_of=fork_of)
+    request = GenerationRequest(
+        request_id=name, prompt=tuple(prompt), sampling=sampling, fork_of=fork_of, tenant=tenant
+    )
     engine.add(request, outputs.append)
     return outputs
 
@@ -250,3 +252,15 @@ def test_engine_that_can_never_move_again_ends_the_head(fake_engine: Any, caplog
     assert "no progress" in caplog.text
     engine.pool.release(lost)
     assert engine.idle
+
+
+def test_prompts_of_two_tenants_share_nothing(fake_engine: Any) -> None:
+    engine, _ = fake_engine(blocks=16, block_tokens=4)
+    first = submit(engine, "r0", [1] * 9, 3, tenant="a")
+    forked = submit(engine, "r1", [1] * 9, 3, "r0", tenant="b")
+    finish(engine)
+    again = submit(engine, "r2", [1] * 9, 3, tenant="b")
+    other = submit(engine, "r3", [1] * 9, 3)
+    finish(engine)
+    cached = [output[0].cached_tokens for output in (first, forked, again, other)]
+    assert cached == [0, 0, 8, 0]

@@ -353,3 +353,13 @@ async def test_a_refused_choice_takes_the_others_with_it(core: FakeCore, open_en
             await api.completions.create(model="fake", prompt="x", n=2)
     assert core.live == ()
     assert len(core.aborted) == 1
+
+
+async def test_cache_salt_keeps_tenants_apart(core: FakeCore, open_engine: Open) -> None:
+    async with client(open_engine) as api:
+        for salt in ("tenant-a", None):
+            extra = {"cache_salt": salt} if salt else {}
+            await api.completions.create(model="fake", prompt="Hello", max_tokens=2, n=2, extra_body=extra)
+        with pytest.raises(openai.BadRequestError, match="cache_salt"):
+            await api.completions.create(model="fake", prompt="Hello", extra_body={"cache_salt": ""})
+    assert [request.tenant for request in core.submitted] == ["tenant-a", "tenant-a", "", ""]

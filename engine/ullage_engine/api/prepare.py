@@ -171,7 +171,13 @@ class Preparer:
         )
         answer = Answer(self._codec, prompt=prompt, stops=body.stops, logprobs=logprobs is not None)
         fork_of = first_id if choice else None
-        request = GenerationRequest(request_id=request_id, prompt=prompt, sampling=sampling, fork_of=fork_of)
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=sampling,
+            tenant=body.cache_salt or "",
+            fork_of=fork_of,
+        )
         return Plan(request, answer)
 
 

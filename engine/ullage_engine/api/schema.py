@@ -98,6 +98,8 @@ class GenerationBody(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     """Go on past the model's end token; for load tests."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Keep this prompt's cache apart from those with another salt (or none): one a tenant."""
 
     @field_validator("stop")
     @classmethod
