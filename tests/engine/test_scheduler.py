@@ -11,7 +11,9 @@ from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from ullage_engine.scheduler import MAX_PASSED_OVER
 
 
-def submit(engine: Any, name: str, prompt: list[int], count: int, fork_of: str | None = None) -> list[TokenOutput]:
+def submit(
+    engine: Any, name: str, prompt: list[int], count: int, fork_of: str | None = None, tenant: str = ""
+) -> list[TokenOutput]:
     outputs: list[TokenOutput] = []
     sampling = SamplingParams(max_tokens=count, temperature=0)
     request = GenerationRequest(
