@@ -20,6 +20,8 @@ from ullage_agent.service import Moment, Moments, remember, service
 from ullage_agent.wire import Device, Forecast, Fragmentation, Host, Liveness, Rank, Service, Snapshot
 
 PROJECTION_S = 120.0
+THRASH_S = 20.0
+"""Thrash is judged over this long: whoever evicted must see soon whether it helped."""
 ARRIVALS_S = 30.0
 """Arrivals are counted over this long: longer is slower to see a burst, shorter is noise."""
 PIECE_S = 5.0
@@ -76,7 +78,7 @@ class Analysis:
             snapshot=state,
             fragmentation=figures,
             forecast=outlook,
-            service=found,
+            service=service(remember(self._moments[:-1], moment, THRASH_S)),
             devices=tuple(self._device(device, at) for device in around.devices),
             host=around.host,
             host_exhaustion_s=self._host(around.host, at),

@@ -9,7 +9,7 @@ Terms:
                fragmentation. Cached blocks are no pressure, but a pool without a free block has external 1.0.
     forecast   how soon the pool can no longer serve what was already admitted, by `FORECAST_CURVE`; while no lengths
                were learned, at most what `UNLEARNED_CURVE` allows.
-    thrash     work lost to preemption over the last minute: preemptions per finished request by `PREEMPTION_CURVE`
+    thrash     work lost to preemption, over twenty seconds: preemptions per finished request by `PREEMPTION_CURVE`
                and recomputed tokens as a share of all by `RECOMPUTE_CURVE`; the greater counts.
     device     the tightest accelerator: free memory by `DEVICE_CURVE`, or the time until it is gone at its present
                growth by `FORECAST_CURVE`. The pool itself is allocated for good, so what is free is what activations,
@@ -68,6 +68,7 @@ class RiskInputs:
     fragmentation: Fragmentation
     forecast: Forecast
     service: Service | None = None
+    """Of the last twenty seconds."""
     devices: tuple[DeviceOutlook, ...] = ()
     host: Host | None = None
     host_exhaustion_s: float | None = None

@@ -9,7 +9,9 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -158,6 +160,26 @@ async def test_what_is_no_request_is_left_to_the_engine(tmp_path: Path) -> None:
     write(file, max_prompt_tokens=1)
     assert (await call(AdmissionGate(app, str(file)), b"not json"))[0] == 200
     assert app.bodies == [b"not json"]
+
+
+async def test_a_starlette_server_loads_it_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`app.add_middleware(cls)` without arguments, the file named by the environment."""
+    file = tmp_path / "gate.json"
+    write(file, max_prompt_tokens=100)
+    monkeypatch.setenv(gate.FILE_VARIABLE, str(file))
+    app = FastAPI()
+    app.add_middleware(AdmissionGate)
+
+    @app.post("/v1/completions")
+    async def complete(body: dict[str, Any]) -> dict[str, Any]:
+        return {"echo": len(body["prompt"])}
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        refused = await client.post("/v1/completions", json={"prompt": "word " * 400})
+        served = await client.post("/v1/completions", json={"prompt": "hello"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "throttled")
+    assert (served.status_code, served.json()) == (200, {"echo": 5})
 
 
 async def test_websockets_and_lifespan_pass(tmp_path: Path) -> None:
