@@ -5,7 +5,8 @@
 Text is forced through the engine's own paged path (chunked prefill over block tables, quantised on write and read back
 from the blocks), once with an FP32 cache and once with each other type; at every position the two predictions are
 compared. KL is the mean Kullback-Leibler divergence from the FP32 cache's prediction, in nats; top-1 is the share of
-positions with the same likeliest token. The change in perplexity is shown too, but is noise below 0.3 %.
+positions with the same likeliest token. The change in perplexity is shown too, but is noise below 0.3 %. KL depends on
+the text: `windows` is its range over the windows, so compare caches with each other rather than with other texts.
 The last line is one JSON object.
 """
 
@@ -16,7 +17,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Comparison:
 
     positions: int = 0
     kl: float = 0.0
+    window_kl: list[float] = field(default_factory=list)
+    """Mean KL of each window."""
     agreed: int = 0
     loss: float = 0.0
     """Of the text under this cache, in nats."""
@@ -93,6 +96,7 @@ def compare(
     every = (REFERENCE, *candidates)
     found = {candidate: Comparison() for candidate in every}
     for window in windows:
+        before = {candidate: (comparison.kl, comparison.positions) for candidate, comparison in found.items()}
         streams = {
             c: predictions(loaded, window, store_for(loaded, c, len(window), block_tokens), chunk) for c in every
         }
@@ -102,6 +106,9 @@ def compare(
             for candidate in every:
                 told = reference if candidate == REFERENCE else next(streams[candidate])[: len(targets)]
                 found[candidate].add(reference, told, targets)
+        for candidate, (kl, positions) in before.items():
+            now = found[candidate]
+            now.window_kl.append((now.kl - kl) / (now.positions - positions))
     return found
 
 
@@ -153,14 +160,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = compare(loaded, windows, CANDIDATES, chunk=options.chunk)
     report: dict[str, Any] = {"machine": machine(), "windows": options.windows, "tokens": options.tokens, "caches": {}}
     base = found[REFERENCE].figures()["perplexity"]
-    print(f"{'cache':14}{'KL':>10}{'top-1':>8}{'perplexity':>12}{'change':>10}")
+    print(f"{'cache':14}{'KL':>10}{'windows':>18}{'top-1':>8}{'perplexity':>12}{'change':>10}")
     for candidate, comparison in found.items():
         figures = comparison.figures()
         change = 100 * (figures["perplexity"] / base - 1)
+        spread = f"{min(comparison.window_kl):.5f}-{max(comparison.window_kl):.5f}"
         print(
-            f"{candidate!s:14}{figures['kl']:10.5f}{figures['top1']:8.3f}{figures['perplexity']:12.3f}{change:+9.2f} %"
+            f"{candidate!s:14}{figures['kl']:10.5f}{spread:>18}{figures['top1']:8.3f}{figures['perplexity']:12.3f}"
+            f"{change:+9.2f} %"
         )
-        report["caches"][str(candidate)] = {name: round(value, 6) for name, value in figures.items()}
+        report["caches"][str(candidate)] = {name: round(value, 6) for name, value in figures.items()} | {
+            "window_kl": [round(value, 6) for value in comparison.window_kl]
+        }
     print(json.dumps(report))
 
 
