@@ -1,6 +1,6 @@
 """The agent beside a real vLLM under pressure, with the admission gate loaded into the server.
 
-    python bench/vllm_pressure.py --vllm VENV/bin/vllm --model FOLDER [--output bench/results]
+    python bench/vllm_pressure.py --python VENV/bin/python --model FOLDER [--output bench/results]
 
 Long requests come in faster than a small pool can serve them, as in the recorded pressure trace. At the first alarm
 the gate is closed through the agent's own action (prompts above 64 tokens), a long request is tried, and it is opened
@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ LONG = "Once upon a time there was a vessel that was never quite full, and this 
 
 
 @asynccontextmanager
-async def serving(vllm: str, model: str, port: int, folder: Path) -> AsyncIterator[None]:
+async def serving(python: str, model: str, port: int, folder: Path) -> AsyncIterator[Process]:
     package = folder / "site" / "ullage_agent"
     package.mkdir(parents=True)
     shutil.copy(gate.__file__, package / "gate.py")
@@ -53,22 +54,23 @@ async def serving(vllm: str, model: str, port: int, folder: Path) -> AsyncIterat
     }  # fmt: skip
     with (folder / "vllm.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            vllm, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
+            "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
             "--middleware", "ullage_agent.gate.AdmissionGate", "--num-gpu-blocks-override", str(BLOCKS),
             "--block-size", str(BLOCK_TOKENS), "--max-model-len", "1024", "--max-num-seqs", "64", "--enforce-eager",
             env=environment, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
-        yield
+        yield process
     finally:
         if process.returncode is None:
             os.killpg(process.pid, 15)
         await process.wait()
 
 
-async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
+async def until_ready(session: aiohttp.ClientSession, url: str, process: Process) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and process.returncode is None:
         try:
             async with session.get(f"{url}/health") as answer:
                 if answer.status == 200:
@@ -76,7 +78,7 @@ async def until_ready(session: aiohttp.ClientSession, url: str) -> None:
         except aiohttp.ClientError:
             pass
         await asyncio.sleep(2.0)
-    raise RuntimeError(f"vLLM was not ready within {START_TIMEOUT_S:g} s")
+    raise RuntimeError(f"vLLM was not ready within {START_TIMEOUT_S:g} s, or ended")
 
 
 async def complete(session: aiohttp.ClientSession, url: str, prompt: str, tokens: int) -> tuple[int, str | None]:
@@ -88,10 +90,10 @@ async def complete(session: aiohttp.ClientSession, url: str, prompt: str, tokens
 
 async def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     url = f"http://127.0.0.1:{arguments.port}"
-    async with serving(arguments.vllm, arguments.model, arguments.port, folder):
+    async with serving(arguments.python, arguments.model, arguments.port, folder) as process:
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            await until_ready(session, url)
+            await until_ready(session, url, process)
             await complete(session, url, "hello", 4)
             return await watch(session, url, arguments, folder)
 
@@ -168,7 +170,7 @@ async def _load(session: aiohttp.ClientSession, url: str, requests: int) -> None
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--vllm", required=True, help="the vllm program of its own environment")
+    parser.add_argument("--python", required=True, help="Python of an environment that has vLLM")
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--port", type=int, default=18000)
     parser.add_argument("--requests", type=int, default=40)
