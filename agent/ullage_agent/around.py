@@ -67,9 +67,10 @@ class AroundReader:
         if self._devices is None:
             return ()
         began = self._clock.monotonic()
+        patience = 0.0  # a call that hung before has had its time
         if self._pending is None or self._pending.done():
-            self._pending = in_daemon_thread(self._devices.read)
-        done, _ = await asyncio.wait({self._pending}, timeout=self._timeout_s)
+            self._pending, patience = in_daemon_thread(self._devices.read), self._timeout_s
+        done, _ = await asyncio.wait({self._pending}, timeout=patience)
         found = self._pending.result() if done else ()
         ok = bool(done) and self._devices.error is None
         self.sources["device"] = SourceState(ok=ok, duration_s=self._clock.monotonic() - began)

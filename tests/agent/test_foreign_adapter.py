@@ -172,6 +172,16 @@ async def test_throttle_goes_through_the_gate(make: Make, tmp_path: Path, clock:
     assert parse_state(file.read_bytes()).max_prompt_tokens is None
 
 
+async def test_a_gate_file_that_makes_no_sense_spoils_no_reading(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "gate.json"
+    file.write_text("[]")
+    adapter, _ = await make("vllm", gate_file=file)
+    reading = await adapter.read()
+    assert reading.snapshot.hot_blocks == 40
+    assert reading.snapshot.draining is None
+    assert "admission gate" in [violation.metric for violation in reading.violations]
+
+
 async def test_a_gate_file_that_cannot_be_written_is_an_error(make: Make, tmp_path: Path) -> None:
     adapter, _ = await make("vllm", gate_file=tmp_path / "absent" / "gate.json")
     await adapter.read()

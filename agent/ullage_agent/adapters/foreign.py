@@ -16,8 +16,8 @@ from ullage_agent.adapters.base import Reading
 from ullage_agent.adapters.gatefile import GateFile, admission_of, describe, supply_of
 from ullage_agent.adapters.transport import Answer, EngineHttp
 from ullage_agent.clock import Clock
-from ullage_agent.errors import EngineError, EngineRefused, EngineTimeout
-from ullage_agent.wire import Action, ActionRequest, ActionResult, Outcome, Snapshot
+from ullage_agent.errors import EngineError, EngineProtocolError, EngineRefused, EngineTimeout
+from ullage_agent.wire import Action, ActionRequest, ActionResult, Outcome, Snapshot, Violation
 
 METRICS_PATH = "/metrics"
 MAX_ANSWER_BYTES = 8 << 20
@@ -163,7 +163,16 @@ class ForeignAdapter:
         self._model = reading.identity.model
         if self._gate is None:
             return reading
-        admission: dict[str, Any] = admission_of(self._gate.current(), sampled_at)
+        return self._with_admission(reading, self._gate, sampled_at)
+
+    @staticmethod
+    def _with_admission(reading: Reading, gate: GateFile, now: float) -> Reading:
+        """What the gate does is unknown where its file makes no sense; the engine's own figures are not."""
+        try:
+            admission: dict[str, Any] = admission_of(gate.current(), now)
+        except EngineProtocolError as error:
+            broken = Violation(metric="admission gate", problem="wrong_type", detail=str(error)[:256])
+            return replace(reading, violations=(*reading.violations, broken))
         return replace(reading, snapshot=replace(reading.snapshot, **admission))
 
     async def _snapshot_or_none(self) -> Snapshot | None:
