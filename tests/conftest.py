@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from assets import AssetsMissing, find_or_build
-from cluster import Kubectl
+from cluster import Kubectl, establish
 from controlplane import ControlPlane
 from processes import Program
 
@@ -44,10 +44,7 @@ def control_plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     cache = tmp_path_factory.mktemp("kubectl")
 
     def install(plane: ControlPlane) -> None:
-        kubectl = Kubectl(plane.kubeconfig, cache)
-        for text in crds(cel=plane.version() >= CEL_SINCE).values():
-            kubectl.apply(text)
-        kubectl.run("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        establish(Kubectl(plane.kubeconfig, cache), crds(cel=plane.version() >= CEL_SINCE).values())
 
     with ControlPlane(assets, before_controllers=install) as plane:
         yield plane

@@ -32,10 +32,9 @@ def read_manifest(path: Path) -> InferenceService:
         raise InputError(str(error)) from error
     if service.spec.suspend:
         raise InputError(f"{_name(service)}: spec.suspend: True leaves nothing to run; set it to false")
-    if service.spec.engine.type != "ullage":
-        raise InputError(
-            f"{_name(service)}: spec.engine.type: {service.spec.engine.type!r} is not run here; set ullage"
-        )
+    kind = service.spec.engine.type
+    if kind != "ullage":
+        raise InputError(f"{_name(service)}: spec.engine.type: {kind!r} is not run here; set ullage")
     return service
 
 

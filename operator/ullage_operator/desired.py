@@ -5,7 +5,6 @@ Non-goals: talking to the API server (`kube`), making certificates (`certificate
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from typing import Any
@@ -23,6 +22,7 @@ from ullage_operator.pods import (
     secret_name,
     worker_template,
 )
+from ullage_operator.secret import credentials_of, secret_data
 from ullage_operator.surroundings import surroundings
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "AGENT_CONTAINER",
     "Features",
     "Images",
+    "credentials_of",
     "desired_objects",
     "owner_reference",
     "pod_labels",
@@ -80,19 +81,6 @@ def owner_reference(service: InferenceService) -> dict[str, Any]:
     }
 
 
-def credentials_of(secret: dict[str, Any]) -> Credentials:
-    """Read a Secret back; what is missing or unreadable comes out empty, and so not valid."""
-    data = secret.get("data") or {}
-
-    def text(key: str) -> str:
-        try:
-            return base64.b64decode(data.get(key, ""), validate=True).decode()
-        except ValueError:
-            return ""
-
-    return Credentials(token=text("token"), certificate=text("tls.crt"), key=text("tls.key"), trusted=text("ca.crt"))
-
-
 def covers(existing: Any, wanted: Any) -> bool:
     """Whether an object holds all that is wanted; what others added in objects does not matter."""
     if isinstance(wanted, dict):
@@ -121,18 +109,12 @@ def _metadata(service: InferenceService, name: str) -> dict[str, Any]:
 
 
 def _secret(service: InferenceService, credentials: Credentials) -> dict[str, Any]:
-    texts = {
-        "token": credentials.token,
-        "tls.crt": credentials.certificate,
-        "tls.key": credentials.key,
-        "ca.crt": credentials.trusted,
-    }
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": _metadata(service, secret_name(service)),
         "type": "Opaque",
-        "data": {key: base64.b64encode(text.encode()).decode() for key, text in texts.items()},
+        "data": secret_data(credentials),
     }
 
 

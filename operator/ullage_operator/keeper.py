@@ -24,6 +24,7 @@ from ullage_operator.events import decision_event, event
 from ullage_operator.fleet import Fleet, fleet_of
 from ullage_operator.gather import AgentClient
 from ullage_operator.kube import Cluster, Object
+from ullage_operator.logs import Named
 from ullage_operator.manifest import read_service
 from ullage_operator.metrics import Metrics
 from ullage_operator.model import InferenceService, ServiceStatus
@@ -71,6 +72,8 @@ class Keeper:
     def __init__(self, key: ServiceKey, office: Office) -> None:
         self._key = key
         self._office = office
+        self._log = Named(log, str(key))
+        self._round_began: float | None = None
         self._woken = asyncio.Event()
         self._woken.set()
         self._reconciled_at = float("-inf")
@@ -93,22 +96,29 @@ class Keeper:
         """Whether it was woken and has not looked yet."""
         return self._woken.is_set()
 
+    @property
+    def round_seconds(self) -> float:
+        """For how long the present round has been running; 0.0 between two."""
+        return 0.0 if self._round_began is None else time.monotonic() - self._round_began
+
     async def run(self) -> None:
         """Keep the service until it is deleted or this task is cancelled. A failed round is tried again."""
         failures = 0
         while True:
             try:
+                self._round_began = time.monotonic()
                 if not await self._round():
                     return
                 failures = 0
             except ClusterError as error:
                 failures += 1
                 self._office.metrics.errors.labels(kind="cluster").inc()
-                log.warning("%s: %s", self._key, error)
-            except Exception:  # one broken round must not end the watch over a service
+                self._log.warning("%s", error)
+            except Exception:  # noqa: BLE001  one broken round must not end the watch over a service
                 failures += 1
                 self._office.metrics.errors.labels(kind="unexpected").inc()
-                log.exception("%s: unexpected failure; trying again", self._key)
+                self._log.exception("unexpected failure; trying again")
+            self._round_began = None
             await self._pause(failures)
 
     async def _pause(self, failures: int) -> None:
@@ -157,6 +167,7 @@ class Keeper:
         problem = None
         try:
             await self._rank(service)
+            began = time.monotonic()
             self._children = await reconcile(
                 service,
                 cluster=self._office.cluster,
@@ -164,6 +175,7 @@ class Keeper:
                 features=self._office.features,
                 clock=self._office.clock,
             )
+            self._office.metrics.reconcile_seconds.observe(time.monotonic() - began)
         except Blocked as error:
             problem = str(error)
             if problem != self._problem:
@@ -207,7 +219,11 @@ class Keeper:
                 targets, fleet=self._fleet, alerts=lambda: self._office.alerts.of(self._key, now=self._office.clock())
             )
         self._observations = result.observations
-        self._office.metrics.count(result)
+        limit = self._service.stale_after_s if self._service else 0.0
+        now = self._office.clock()
+        stale = sum(not o.fresh(now=now, stale_after_s=limit) for o in result.observations)
+        self._office.metrics.count(self._key, result, stale=stale)
+        self._office.metrics.in_flight.set(self._office.budget.in_flight)
         await self._tell_decision(result.decision)
         return result
 
@@ -226,11 +242,11 @@ class Keeper:
         quiet = decision.verdict == "Hold" and previous is None
         if news and not quiet and self._service is not None:
             told = decision_event(self._service, decision, now=self._office.clock())
-            log.info("%s: %s: %s: %s", self._key, decision.verdict, decision.reason.value, decision.message)
+            self._log.info("%s: %s: %s", decision.verdict, decision.reason.value, decision.message)
             await self._post(told)
 
     async def _tell(self, service: InferenceService, reason: str, message: str) -> None:
-        log.warning("%s: %s: %s", self._key, reason, message)
+        self._log.warning("%s: %s", reason, message)
         await self._post(event(service, kind="Warning", reason=reason, message=message, now=self._office.clock()))
 
     async def _post(self, told: Object) -> None:
@@ -238,7 +254,7 @@ class Keeper:
             await self._office.cluster.create(told)
         except ClusterError as error:  # an Event is news, not a record; the sweep goes on
             self._office.metrics.errors.labels(kind="cluster").inc()
-            log.warning("%s: event not written: %s", self._key, error)
+            self._log.warning("event not written: %s", error)
 
     async def _write_status(self, sweep: SweepResult | None) -> None:
         if self._service is None:

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ullage_operator.book import ServiceKey
+from ullage_operator.discovery import discover
 from ullage_operator.errors import ClusterError
 from ullage_operator.keeper import Keeper, Office
+from ullage_operator.receiver import Told
 
 PATROL_S = 60.0
+STUCK_S = 300.0
+"""A round that takes longer than all its calls together may take has hung."""
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +52,28 @@ class Keepers:
         if key in self._keepers:
             self._keepers[key].wake()
 
+    def tell(self, told: Told) -> bool:
+        """Take an alert in and have its service looked at soon; False when no such service is kept."""
+        kept = told.service in self._keepers
+        kind = ("firing" if told.firing else "resolved") if kept else "ignored"
+        self._office.metrics.alerts.labels(kind=kind).inc()
+        if kept and told.firing:
+            self._office.alerts.fire(told.service, told.alert)
+        elif kept:
+            self._office.alerts.resolve(told.service, told.alert.fingerprint)
+        return kept
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every service's rounds come to an end: a stuck one is a dead guard."""
+        return all(keeper.round_seconds < STUCK_S for keeper in self._keepers.values())
+
     async def patrol(self, namespaces: Sequence[str], *, every_s: float = PATROL_S) -> None:
         """For ever: list all services now and then, and begin to keep those that no event told of."""
         scopes: Sequence[str | None] = namespaces or [None]
         while True:
             await asyncio.sleep(every_s)
+            await self._look_at_features()
             for namespace in scopes:
                 try:
                     services = await self._office.cluster.list("InferenceService", namespace)
@@ -62,6 +83,12 @@ class Keepers:
                     continue
                 for obj in services:
                     self.service_seen(None, obj)
+
+    async def _look_at_features(self) -> None:
+        try:
+            self._office.features = await discover(self._office.cluster)
+        except ClusterError as error:
+            log.warning("optional kinds were not looked up: %s", error)
 
     async def close(self) -> None:
         """End all keepers and wait for them; what they had begun is in their records."""
@@ -86,6 +113,7 @@ class Keepers:
         self._office.records.forget(key)
         self._office.budget.forget(key)
         self._office.alerts.forget(key)
+        self._office.metrics.forget(key)
         self._office.metrics.services.set(len(self._keepers))
         if again and not self._closed:
             self._begin(key)  # a service of that name came back while the keeper was leaving

@@ -7,7 +7,7 @@ before 1.22 keep one list of owned fields for both. Non-goals: watching (kopf do
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -32,6 +32,8 @@ _PATHS: Mapping[str, tuple[str, str]] = {
     "Secret": ("/api/v1", "secrets"),
     "Pod": ("/api/v1", "pods"),
     "Event": ("/api/v1", "events"),
+    "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
+    "ValidatingWebhookConfiguration": ("/apis/admissionregistration.k8s.io/v1", "validatingwebhookconfigurations"),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
     "PodDisruptionBudget": ("", "poddisruptionbudgets"),
     "PodMonitor": ("/apis/monitoring.coreos.com/v1", "podmonitors"),
@@ -47,8 +49,10 @@ class Cluster:
     """Calls through one API client, which the caller owns. Every method may raise ClusterError."""
 
     api: ApiClient
+    counted: Callable[[str, int | None], None] = lambda method, status: None
+    """Told of every call: its method and the answer's status, None without an answer."""
 
-    async def get(self, kind: str, namespace: str, name: str, *, version: str = "") -> Object | None:
+    async def get(self, kind: str, namespace: str | None, name: str, *, version: str = "") -> Object | None:
         """The object, or None when there is none; `version` for a kind that is served in several."""
         try:
             return await self._call("GET", _path(kind, namespace, name, version=version))
@@ -87,7 +91,9 @@ class Cluster:
         path = f"{_path(kind, namespace, name)}/status"
         return await self._call("PATCH", path, query, {"status": status}, "application/merge-patch+json")
 
-    async def patch(self, kind: str, namespace: str, name: str, body: Object, *, subresource: str = "") -> Object:
+    async def patch(
+        self, kind: str, namespace: str | None, name: str, body: Object, *, subresource: str = ""
+    ) -> Object:
         """Merge into an object or its subresource; with a resourceVersion in it only if that is still the present."""
         path = _path(kind, namespace, name) + (f"/{subresource}" if subresource else "")
         return await self._call("PATCH", path, {"fieldManager": SPEC_MANAGER}, body, "application/merge-patch+json")
@@ -125,7 +131,9 @@ class Cluster:
             response = await self.api.call_api(method, url, headers, body, _request_timeout=CALL_TIMEOUT_S)
             data = await response.read()  # type: ignore[no-untyped-call]
         except (TimeoutError, ApiException, aiohttp.ClientError, OSError) as error:
+            self.counted(method, None)
             raise ClusterError(f"{method} {path}: {type(error).__name__}: {error}") from error
+        self.counted(method, response.status)
         return _answer(f"{method} {path}", response.status, data)
 
 

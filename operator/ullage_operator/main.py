@@ -1,136 +1,223 @@
-"""`ullage-operator`: command line, wiring, exit status. 0 after a stop that was asked for, 2 for a bad setting."""
+"""`ullage-operator`: start, lead, stop.
+
+Exit status: 0 after a stop that was asked for, 1 when the lead is lost, 2 for a bad setting.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from importlib.metadata import version
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
 
 import aiohttp
 import kopf
-from kubernetes.aio.client import ApiClient, Configuration
-from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 from prometheus_client import CollectorRegistry
 
+from ullage_operator.authority import Authority, Files
 from ullage_operator.budget import Budget
+from ullage_operator.connect import api_client, require_crds
 from ullage_operator.desired import Images
 from ullage_operator.discovery import discover
+from ullage_operator.election import Elector
+from ullage_operator.endpoint import Endpoint, serving
 from ullage_operator.errors import ClusterError, SetupError
 from ullage_operator.gather import CONCURRENCY
 from ullage_operator.handlers import register, settings
 from ullage_operator.keeper import Office
 from ullage_operator.keepers import Keepers
 from ullage_operator.kube import Cluster
+from ullage_operator.logs import configure
 from ullage_operator.metrics import Metrics
-from ullage_operator.model import API_VERSION
 from ullage_operator.server import serve
+from ullage_operator.settings import parse
 
 USAGE_STATUS = 2
+LOST_STATUS = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator until SIGTERM or SIGINT; the process's exit status."""
     try:
-        arguments = _parser(os.environ).parse_args(argv)
-        logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        if arguments.log_level != "debug":
-            logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for every event of every object
+        arguments = parse(argv, os.environ)
+        configure(arguments.log_level, arguments.log_format)
         _prepare_environment(arguments)
-        asyncio.run(_operate(arguments))
+        return asyncio.run(_operate(arguments))
     except SetupError as error:
         sys.stderr.write(f"error: {error}\n")
         return USAGE_STATUS
-    return 0
 
 
-async def _operate(arguments: argparse.Namespace) -> None:
-    """Put everything together and watch until told to stop."""
+async def _operate(arguments: argparse.Namespace) -> int:
+    """Put everything together, wait for the lead, and watch until told to stop."""
     async with AsyncExitStack() as stack:
-        cluster = Cluster(await stack.enter_async_context(await _api_client(arguments.kubeconfig)))
-        await _require_crds(cluster)
-        registry = CollectorRegistry()
+        metrics = Metrics(CollectorRegistry())
+        client = await stack.enter_async_context(await api_client(arguments.kubeconfig))
+        cluster = Cluster(client, metrics.called)
+        await require_crds(cluster)
         office = Office(
             cluster=cluster,
             session=await stack.enter_async_context(aiohttp.ClientSession(trust_env=False)),
             features=await discover(cluster),
             images=Images(engine=arguments.engine_image, agent=arguments.agent_image),
-            metrics=Metrics(registry),
+            metrics=metrics,
             clock=time.time,
             limiter=asyncio.Semaphore(CONCURRENCY),
             sweep_seconds=arguments.sweep_seconds,
             budget=Budget(arguments.max_disruptions),
         )
-        watching = asyncio.Event()
+        run = Run(arguments, office)
+        await run.open(stack)
+        return await run.until_stopped()
+
+
+class Run:
+    """One process's life as a candidate, a leader, and a server of its ports."""
+
+    def __init__(self, arguments: argparse.Namespace, office: Office) -> None:
+        self._arguments = arguments
+        self._office = office
+        self._keepers = Keepers(office)
+        self._watching = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._facts: dict[str, str] = {}
+        self._elector = Elector(
+            office.cluster,
+            namespace=arguments.operator_namespace,
+            name=arguments.lease,
+            identity=arguments.identity,
+        )
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Bind the ports. They answer while standing by, too."""
+        arguments = self._arguments
         try:
             address = await stack.enter_async_context(
-                serve(arguments.http_host, arguments.http_port, registry=registry, ready=watching.is_set)
+                serve(
+                    arguments.http_host,
+                    arguments.http_port,
+                    registry=self._office.metrics.registry,
+                    ready=lambda: self._watching.is_set() or self._standing_by,
+                    healthy=lambda: self._keepers.healthy,
+                )
             )
         except OSError as error:
             where = f"{arguments.http_host}:{arguments.http_port}"
             raise SetupError(f"--http-port: {where} cannot be bound ({error.strerror}); choose another") from error
-        announcement = asyncio.create_task(_announce(watching, address))
-        stack.callback(announcement.cancel)
-        await _watch(office, arguments.namespace, watching)
+        self._facts["http"] = "http://{}:{}".format(*address)
+        if arguments.endpoint_port is not None:
+            await self._open_endpoint(stack)
 
+    async def until_stopped(self) -> int:
+        """Lead once it is this candidate's turn; the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        if self._arguments.leader_elect and not await self._or_stop(self._elector.acquire()):
+            return 0
+        self._office.metrics.leader.set(1)
+        try:
+            return await self._lead()
+        finally:
+            self._office.metrics.leader.set(0)
+            await self._elector.release()
 
-async def _watch(office: Office, namespaces: Sequence[str], watching: asyncio.Event) -> None:
-    registry, keepers, options = kopf.OperatorRegistry(), Keepers(office), settings()
-    options.scanning.disabled = bool(namespaces)  # then no rights beyond those namespaces are needed
-    register(registry, keepers, office)
-    patrol = asyncio.create_task(keepers.patrol(namespaces), name="patrol")
-    try:
-        await kopf.operator(
-            registry=registry,
-            settings=options,
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=tuple(namespaces),
-            ready_flag=watching,
+    @property
+    def _standing_by(self) -> bool:
+        return bool(self._arguments.leader_elect) and not self._elector.leading
+
+    async def _lead(self) -> int:
+        """Watch until told to stop, or until the lead is lost: then everything ends before another may begin."""
+        watch = asyncio.create_task(self._watch(), name="watch")
+        tasks = {watch, asyncio.create_task(self._announce(), name="announce")}
+        ends = {watch, asyncio.create_task(self._stop.wait(), name="stop")}
+        lost = asyncio.create_task(self._elector.hold(), name="lead") if self._arguments.leader_elect else None
+        if lost is not None:
+            ends.add(lost)
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await self._keepers.close()
+            for task in tasks | ends:
+                task.cancel()
+            await asyncio.gather(*(tasks | ends), return_exceptions=True)
+        if watch in done and not watch.cancelled() and (error := watch.exception()):
+            raise error
+        return LOST_STATUS if lost is not None and lost in done else 0
+
+    async def _watch(self) -> None:
+        registry, options, namespaces = kopf.OperatorRegistry(), settings(), self._arguments.namespace
+        options.scanning.disabled = bool(namespaces)  # then no rights beyond those namespaces are needed
+        register(registry, self._keepers, self._office)
+        patrol = asyncio.create_task(self._keepers.patrol(namespaces), name="patrol")
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=options,
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=tuple(namespaces),
+                ready_flag=self._watching,
+                stop_flag=self._stop,
+            )
+        finally:
+            patrol.cancel()
+            await asyncio.gather(patrol, return_exceptions=True)
+
+    async def _open_endpoint(self, stack: AsyncExitStack) -> None:
+        arguments, files = self._arguments, None
+        if arguments.endpoint_cert is not None:
+            files = Files(certificate=arguments.endpoint_cert, key=arguments.endpoint_key)
+        authority = Authority(
+            cluster=self._office.cluster,
+            namespace=arguments.operator_namespace,
+            secret=arguments.endpoint_secret,
+            dns_name=arguments.endpoint_name,
+            webhook=arguments.webhook,
+            files=files,
+            clock=time.time,
         )
-    finally:
-        patrol.cancel()
-        await keepers.close()
+        try:
+            await authority.refresh()
+        except ClusterError as error:
+            raise SetupError(f"--endpoint-secret: {error}; check the operator's rights") from error
+        endpoint = Endpoint(
+            token=lambda: authority.token,
+            tell=self._keepers.tell,
+            leading=lambda: self._watching.is_set(),
+            clock=time.time,
+        )
+        host, port = arguments.http_host, arguments.endpoint_port
+        try:
+            address = await stack.enter_async_context(serving(endpoint, host, port, authority.context))
+        except OSError as error:
+            where = f"{host}:{port}"
+            raise SetupError(f"--endpoint-port: {where} cannot be bound ({error.strerror}); choose another") from error
+        keep = asyncio.create_task(authority.keep(), name="authority")
+        stack.callback(keep.cancel)
+        self._facts["endpoint"] = "https://{}:{}".format(*address)
 
+    async def _announce(self) -> None:
+        await self._watching.wait()
+        sys.stdout.write(f"ready: {json.dumps(self._facts)}\n")
+        sys.stdout.flush()
 
-async def _announce(watching: asyncio.Event, address: tuple[str, int]) -> None:
-    await watching.wait()
-    host, port = address
-    sys.stdout.write(f"ready: {json.dumps({'http': f'http://{host}:{port}'})}\n")
-    sys.stdout.flush()
-
-
-async def _api_client(kubeconfig: Path | None) -> ApiClient:
-    configuration = Configuration()
-    try:
-        if kubeconfig is None and os.environ.get("KUBERNETES_SERVICE_HOST"):
-            load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-        else:
-            file = str(kubeconfig) if kubeconfig else None
-            load = load_kube_config(config_file=file, client_configuration=configuration)  # type: ignore[no-untyped-call]
-            await load
-    except (ConfigException, OSError) as error:
-        where = kubeconfig or "in-cluster or $KUBECONFIG"
-        why = " ".join(str(error).split())
-        raise SetupError(f"--kubeconfig: {where} cannot be used ({why}); give another") from error
-    return ApiClient(configuration)
-
-
-async def _require_crds(cluster: Cluster) -> None:
-    try:
-        known = "inferenceservices" in await cluster.resources(API_VERSION)
-    except ClusterError as error:
-        raise SetupError(f"the API server does not answer: {error}; check --kubeconfig") from error
-    if not known:
-        raise SetupError(f"the API server has no {API_VERSION}; apply manifests/crd first")
+    async def _or_stop(self, turn: Coroutine[object, object, None]) -> bool:
+        """Wait for a turn; False when told to stop before."""
+        task = asyncio.create_task(turn)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        came = task.done()
+        for each in (task, stop):
+            each.cancel()
+            with suppress(asyncio.CancelledError):
+                await each
+        return came
 
 
 def _prepare_environment(arguments: argparse.Namespace) -> None:
@@ -139,59 +226,6 @@ def _prepare_environment(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("USER", "ullage-operator")
     if arguments.kubeconfig is not None:
         os.environ["KUBECONFIG"] = str(arguments.kubeconfig)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SetupError(f"{message}; see ullage-operator --help")
-
-
-def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="ullage-operator",
-        allow_abbrev=False,
-        description="Keeps InferenceServices of a Kubernetes cluster.",
-    )
-    add = parser.add_argument
-    release = version("ullage")
-    add("--namespace", action="append", default=[], metavar="NS", help="serve this namespace only (repeatable)")
-    add("--kubeconfig", type=_file, metavar="FILE", help="cluster to use when not running in one")
-    add("--engine-image", default=environment.get("ULLAGE_ENGINE_IMAGE", f"ullage-engine:{release}"))
-    add("--agent-image", default=environment.get("ULLAGE_AGENT_IMAGE", f"ullage-agent:{release}"))
-    add("--sweep-seconds", type=_seconds, default=2.0, help="time between two sweeps of a service's agents")
-    add("--max-disruptions", type=_count, default=10, help="disruptive actions in flight over all services")
-    add("--http-host", default="0.0.0.0", help="address of /metrics, /healthz and /readyz")
-    add("--http-port", type=_port, default=8080, help="port of the same; 0 for any free one")
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
-    add("--version", action="version", version=release)
-    return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.05 <= value <= 60:
-        raise argparse.ArgumentTypeError(f"{text} is outside 0.05..60")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text} is not a file; give a readable one")
-    return Path(text)
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is outside 0..65535")
-    return value
 
 
 if __name__ == "__main__":

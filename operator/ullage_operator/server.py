@@ -1,4 +1,4 @@
-"""The operator's own HTTP side: `/metrics`, `/healthz` (event loop alive), `/readyz` (watching)."""
+"""The operator's plain HTTP side: `/metrics`, `/healthz` (every sweep ends), `/readyz` (watching, or standing by)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 @asynccontextmanager
 async def serve(
-    host: str, port: int, *, registry: CollectorRegistry, ready: Callable[[], bool]
+    host: str,
+    port: int,
+    *,
+    registry: CollectorRegistry,
+    ready: Callable[[], bool],
+    healthy: Callable[[], bool],
 ) -> AsyncIterator[tuple[str, int]]:
     """Serve while the context is open; gives the address really bound."""
 
@@ -20,7 +25,7 @@ async def serve(
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        return web.Response(text="ok\n") if healthy() else web.Response(status=503, text="a sweep is stuck\n")
 
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if ready() else web.Response(status=503, text="not watching yet\n")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,6 +65,14 @@ class Kubectl:
         """Merge into an object's status."""
         body = json.dumps({"status": status})
         self.run("patch", kind, name, "--subresource=status", "--type=merge", "-p", body)
+
+
+def establish(kubectl: Kubectl, definitions: Iterable[str]) -> None:
+    """Apply CRDs and wait until they are served; a server that has just begun may not find what it was given."""
+    for text in definitions:
+        kubectl.apply(text)
+    wait = ("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    eventually("established CRDs", lambda: kubectl.attempt(*wait).returncode == 0)
 
 
 def eventually(what: str, look: Callable[[], T | None], *, within_s: float = WAIT_S) -> T:

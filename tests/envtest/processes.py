@@ -23,6 +23,7 @@ class Program:
     """`python -m MODULE ARGUMENTS`; entering waits until it is ready, leaving stops it and demands a clean end."""
 
     def __init__(self, module: str, arguments: Sequence[str], log: Path) -> None:
+        self.arguments = tuple(arguments)
         self._command = [sys.executable, "-m", module, *arguments]
         self._log = log
         self._lines: queue.Queue[str | None] = queue.Queue()

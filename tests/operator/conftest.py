@@ -277,6 +277,9 @@ class MemoryCluster:
             raise self.failures.pop(0)
         return [copy.deepcopy(obj) for (found, _), obj in self.objects.items() if found == kind]
 
+    async def resources(self, group_version: str) -> frozenset[str]:
+        return frozenset()
+
     async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
         self.objects[obj["kind"], obj["metadata"]["name"]] = copy.deepcopy(obj)
         self._note(obj["kind"])
