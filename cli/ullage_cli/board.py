@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -141,7 +141,9 @@ def stages(record: Remediation) -> list[Stage]:
 class Board:
     """The latest reading, a minute of risk, the peak, and what happened to each remediation."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pod_uids: Collection[str]) -> None:
+        """`pod_uids`: this run's engines; a record about another is an earlier run's, even if it ends in this one."""
+        self._pod_uids = frozenset(pod_uids)
         self.reading: Reading | None = None
         self.peak: float | None = None
         self.risks: deque[tuple[float, float | None]] = deque(maxlen=4 * HISTORY_S)
@@ -161,7 +163,8 @@ class Board:
             self.peak = max(self.peak or 0.0, reading.risk)
         if reading.generated is not None:
             self._note_generated(reading.at, reading.generated)
-        fresh = [happening for record in changed for happening in self._note(record, reading.at)]
+        ours = [record for record in changed if record.spec.pod_uid in self._pod_uids]
+        fresh = [happening for record in ours for happening in self._note(record, reading.at)]
         self.happenings.extend(fresh)
         if self._next is not None and not self._next.done():
             self._next.set_result(None)

@@ -86,7 +86,7 @@ async def up(options: UpOptions, screen: Screen) -> Ending:
         _announce(screen, url, replicas)
         http = await stack.enter_async_context(aiohttp.ClientSession())
         agents = AgentClient(http, credentials.token, certificates.client_context(credentials))
-        board = Board()
+        board = Board(pod_uids=[replica.target.uid for replica in replicas])
         session = Session(
             service=service,
             url=url,

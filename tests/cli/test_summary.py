@@ -21,7 +21,7 @@ def reading(at: float, risk: float | None, generated: int = 0) -> Reading:
 
 @pytest.fixture
 def board(make_record: Callable[..., Remediation], effective: Remediation) -> Board:
-    board = Board()
+    board = Board(pod_uids=["u0"])
     board.take(reading(0.0, 10.0), ())
     board.take(reading(5.0, 88.4, 0), [make_record()])
     board.take(reading(10.0, 70.0, 200), [effective])
@@ -46,6 +46,20 @@ def test_json_has_exactly_the_promised_keys(board: Board) -> None:
     assert "\n" not in json_line(outcome(board, tally, 61.23))
 
 
+def test_a_record_of_an_earlier_run_that_ends_in_this_one_does_not_count(
+    board: Board, make_record: Callable[..., Remediation]
+) -> None:
+    before, settled = outcome(board, None, 1.0), board.settled
+    left = make_record(
+        "demo-evict-0", {"podUID": "gone"}, answeredAt="2026-01-01T00:00:01Z", bytesFreed=7, blocksFreed=7
+    )
+    ended = left.model_copy(update={"status": left.status.model_copy(update={"phase": "Failed"})})
+    assert board.take(reading(61.0, 20.04, 400), [left]) == []
+    assert board.take(reading(62.0, 20.04, 400), [ended]) == []
+    assert outcome(board, None, 1.0) == before
+    assert board.settled == settled
+
+
 def test_words(board: Board) -> None:
     tally = Tally(ok=7, failed=1, refusals=2, failures=["HTTP 500"])
     assert text(outcome(board, tally, 61.23)).splitlines() == [
@@ -60,8 +74,8 @@ def test_words(board: Board) -> None:
 def test_without_a_load_the_engines_counts_stand_and_unknown_stays_unknown(board: Board) -> None:
     result = outcome(board, None, 61.0).to_json()
     assert (result["requests_ok"], result["requests_failed"]) == (9, None)
-    assert outcome(Board(), None, 1.0).to_json()["risk_peak"] is None
-    assert "never read" in text(outcome(Board(), None, 1.0))
+    assert outcome(Board(pod_uids=["u0"]), None, 1.0).to_json()["risk_peak"] is None
+    assert "never read" in text(outcome(Board(pod_uids=["u0"]), None, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -198,6 +198,23 @@ async def test_records_of_an_earlier_run_stay_and_do_not_count(place: Place, eff
         assert await run.end() == 0
         assert run.result["remediations"] == 0
     assert [Remediation.read(each) for each in place.records()] == [effective]
+
+
+async def test_a_record_that_an_earlier_run_left_running_is_ended_and_does_not_count(
+    place: Place, make_record: Callable[..., Remediation]
+) -> None:
+    folder = RecordFolder(place.state / "remediations")
+    folder.open()
+    lately = f"{datetime.now(UTC) - timedelta(minutes=5):%Y-%m-%dT%H:%M:%SZ}"
+    await folder.save(make_record(proposedAt=lately, answeredAt=lately, bytesFreed=42000, blocksFreed=42))
+    async with driving(place, "serve") as run:
+        await run.until("serving: risk")
+        run.process.send_signal(signal.SIGINT)
+        assert await run.end() == 0
+    assert [run.result[key] for key in ("remediations", "bytes_freed", "blocks_freed")] == [0, 0, 0]
+    assert not any(" * " in line for line in run.lines), run.lines
+    [record] = place.records()
+    assert Remediation.read(record).final
 
 
 async def test_without_a_load_it_serves_until_ctrl_c(place: Place) -> None:

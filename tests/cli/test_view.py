@@ -66,7 +66,7 @@ def drawn(board: Board, scene: Scene = SCENE, *, width: int = 80, color: bool = 
 
 @pytest.fixture
 def busy(make_record: Callable[..., Remediation], effective: Remediation) -> Board:
-    board = Board()
+    board = Board(pod_uids=["u0"])
     for second in range(70):
         board.take(combine({"demo-0": report(float(second), generated=40 * second)}, (), float(second)), ())
     board.take(combine({"demo-0": report(generated=2800)}, (), 70.0), [make_record()])
@@ -117,7 +117,7 @@ def test_it_fits_the_terminal(busy: Board, width: int) -> None:
 
 
 def test_it_has_one_height_so_that_nothing_jumps(busy: Board) -> None:
-    assert len(drawn(busy).splitlines()) == len(drawn(Board()).splitlines())
+    assert len(drawn(busy).splitlines()) == len(drawn(Board(pod_uids=["u0"])).splitlines())
 
 
 def test_many_remediations_do_not_grow_it(busy: Board, make_record: Callable[..., Remediation]) -> None:
@@ -138,14 +138,14 @@ def test_colours_only_repeat_what_characters_say(busy: Board) -> None:
 
 
 def test_nothing_known_is_said_as_such() -> None:
-    picture = drawn(Board())
+    picture = drawn(Board(pod_uids=["u0"]))
     assert "no reading yet" in picture
     assert "unknown" in picture
     assert "none yet" in picture
 
 
 def test_an_unreachable_agent_is_shown() -> None:
-    board = Board()
+    board = Board(pod_uids=["u0"])
     board.take(combine({}, ("demo-0: no answer within 2 s",), 1.0), ())
     assert "! demo-0: no answer within 2 s" in drawn(board)
     assert "risk –" in plain_line(board, SCENE)
