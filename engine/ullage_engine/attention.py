@@ -18,6 +18,8 @@ from ullage_engine.quant import decode
 from ullage_engine.scheduler import Chunk
 
 NAME = "ullage_paged"
+GROUP_TOKENS = 16_384
+"""Cached rows that one group of decoding sequences may read at once, padding included: bounds its workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Batch:
 
 
 def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device) -> Batch:
-    """Tensors of one step; decoding chunks form one group, each longer chunk its own."""
+    """Tensors of one step; decoding chunks of similar context form a group, each longer chunk its own."""
     slots: list[int] = []
     single: list[tuple[int, Chunk]] = []
     groups: list[Group] = []
@@ -60,9 +62,22 @@ def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device) -> 
             single.append((at, chunk))
         else:
             groups.append(_group(store, [(at, chunk)], device))
-    if single:
-        groups.append(_group(store, single, device))
+    groups.extend(_group(store, members, device) for members in _alike(store, single))
     return Batch(store, torch.tensor(slots, device=device), tuple(groups))
+
+
+def _alike(store: BlockStore, single: list[tuple[int, Chunk]]) -> list[list[tuple[int, Chunk]]]:
+    """Decoding chunks in groups whose shared width is below twice anyone's own, and whose workspace is bounded."""
+    size = store.layout.block_tokens
+    buckets: dict[int, list[tuple[int, Chunk]]] = {}
+    for member in single:
+        width = store.layout.blocks_for(member[1].sequence.kept + 1)
+        buckets.setdefault((width - 1).bit_length(), []).append(member)
+    groups: list[list[tuple[int, Chunk]]] = []
+    for bits, members in buckets.items():
+        limit = max(1, GROUP_TOKENS // (size << bits))
+        groups.extend(members[at : at + limit] for at in range(0, len(members), limit))
+    return groups
 
 
 def _group(store: BlockStore, members: list[tuple[int, Chunk]], device: torch.device) -> Group:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ullage_engine import centring, models, sizing
+from ullage_engine import attention, centring, models, sizing
 from ullage_engine.config import EngineConfig
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.errors import ConfigError, SizingError
@@ -54,7 +54,7 @@ def build_engine(config: EngineConfig) -> LoadedEngine:
     folder = models.folder_for(source, config.cache_dir)
     models.check_architecture(folder)
     dtype = _dtype(config.dtype, device)
-    layout = _check_size(config, folder, dtype)
+    layout = _check_size(config, folder, dtype, device)
     loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
     if device.type == "cpu" and dtype == torch.bfloat16 and cpu_has_matrix_units():
         log.info("%d linear layers laid out for the CPU's matrix units", pack_linears(loaded.model))
@@ -68,16 +68,17 @@ def _allocate(
     config: EngineConfig, loaded: models.LoadedModel, layout: CacheLayout, device: torch.device
 ) -> BlockStore:
     """The KV cache, sized after the largest step has been measured."""
+    context = config.max_model_len or models.shape_of(loaded.config).max_positions
     activations = measure_step(
         loaded.model, layout, tokens=config.max_batch_tokens, sequences=config.max_sequences, device=device
-    )
+    ) + layout.workspace_bytes(max(context, attention.GROUP_TOKENS))
     blocks = sizing.block_count(
         layout,
         kv_memory=config.kv_memory,
         kv_fraction=config.kv_fraction,
         weights=0,
         activations=activations,
-        memory=sizing.read_memory(),
+        memory=_memory(device),
     )
     log.info("largest step takes %.1f MiB; KV cache of %d blocks", activations / sizing.MIB, blocks)
     centre = centring.key_means(loaded.model) if config.kv_centring else None
@@ -123,11 +124,21 @@ def assemble(config: EngineConfig, loaded: models.LoadedModel, store: BlockStore
     return EngineLoop(engine, limits, _eos_tokens(loaded))
 
 
-def _check_size(config: EngineConfig, folder: Path, dtype: torch.dtype) -> CacheLayout:
-    """The layout, after an estimate from the model's config: refuses in a moment what can't work, before it loads."""
-    from transformers import AutoConfig
+def _memory(device: torch.device) -> sizing.Memory:
+    """The memory that weights and cache live in."""
+    if device.type != "cuda":
+        return sizing.read_memory()
+    free, _ = torch.cuda.mem_get_info(device)
+    return sizing.Memory(available=free, source=f"free memory of {torch.cuda.get_device_name(device)}", shared=False)
 
-    model = AutoConfig.from_pretrained(folder, local_files_only=True)
+
+def _check_size(config: EngineConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> CacheLayout:
+    """The layout, after an estimate from the model's config: refuses in a moment what can't work, before it loads."""
+    model = models.read_config(folder)
+    if config.kv_centring and getattr(model, "attn_logit_softcapping", None):
+        raise ConfigError(
+            "--kv-centring: this model caps its attention logits, which a centre would shift; leave the option out"
+        )
     shape = models.shape_of(model)
     layout = CacheLayout(
         shape.layers,
@@ -142,8 +153,7 @@ def _check_size(config: EngineConfig, folder: Path, dtype: torch.dtype) -> Cache
         layout,
         kv_memory=config.kv_memory,
         kv_fraction=config.kv_fraction,
-        # weight files are bfloat16 as a rule; in float32 they take twice their size
-        weights=models.weight_bytes(folder) * dtype.itemsize // 2,
+        weights=models.weight_count(folder) * dtype.itemsize,
         activations=sizing.activation_bytes(
             hidden=model.hidden_size,
             intermediate=model.intermediate_size,
@@ -151,7 +161,7 @@ def _check_size(config: EngineConfig, folder: Path, dtype: torch.dtype) -> Cache
             tokens=config.max_batch_tokens,
             sequences=config.max_sequences,
         ),
-        memory=sizing.read_memory(),
+        memory=_memory(device),
     )
     _context(config, shape.max_positions, blocks * config.block_size)
     return layout

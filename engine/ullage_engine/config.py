@@ -179,8 +179,8 @@ class ServerConfig:
     """Reachable inside the pod only: a Unix socket or a loopback address. None: no admin interface."""
     api_keys: frozenset[str] = frozenset()
     """Keys of which a client must send one as `Authorization: Bearer`. Empty: no key is asked for."""
-    max_body_bytes: int = 4 * 1024 * 1024
-    """Greatest request body; a larger one is refused with 413."""
+    max_body_bytes: int = 1024 * 1024
+    """Greatest request body; a larger one is refused with 413. Reading a body holds up others: about 0.3 s a MiB."""
     max_wait_s: float = 600.0
     """A call that still waits in the queue after so long ends with 503; infinity: it may wait forever."""
     drain_seconds: float = 30.0

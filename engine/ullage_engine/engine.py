@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ullage_engine.eviction import EvictionPlan, Protection, evict, plan_eviction
+from ullage_engine.eviction import EvictionPlan, Protection, evict, plan_eviction, share_of
 from ullage_engine.pool import BlockPool
 from ullage_engine.request import AdmissionLimit, FinishReason, GenerationRequest, Sink, TokenOutput
 from ullage_engine.sampler import Sampled, sample
@@ -113,6 +113,11 @@ class Engine:
     def idle(self) -> bool:
         return self.scheduler.idle
 
+    @property
+    def parked(self) -> int:
+        """Forks that wait for their parent's prompt."""
+        return sum(map(len, tuple(self._parked.values())))
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, request: GenerationRequest, sink: Sink) -> None:
@@ -138,9 +143,10 @@ class Engine:
             self._end(sequence)
 
     def fail_all(self, error: str) -> None:
-        """End every request with an error."""
-        for sequence in list(self._live.values()):
-            self._fail(sequence, error)
+        """Tell every request that it has ended; the books, which may be broken, are left as they are."""
+        live, self._live = list(self._live.values()), {}
+        for sequence in live:
+            self._tell(sequence, _failure(sequence, error))
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -197,7 +203,7 @@ class Engine:
     def _next_token(self, sequence: Sequence, logits: torch.Tensor) -> None:
         chosen = sample(logits, sequence.request.sampling, sequence.generator)
         if chosen is None:
-            self._fail(sequence, "the model produced NaN for this request")
+            self._fail(sequence, "the model produced NaN or infinity for this request")
             return
         sequence.tokens.append(chosen.token)
         self.tally.generated_tokens += 1
@@ -214,10 +220,7 @@ class Engine:
         self._runner.scrub(own)
         self._end(sequence)
         self.tally.failed += 1
-        self._emit(
-            sequence,
-            TokenOutput(request_id=sequence.request_id, token=None, finish_reason="error", error=error),
-        )
+        self._emit(sequence, _failure(sequence, error))
 
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request_id]
@@ -230,11 +233,17 @@ class Engine:
         self.scheduler.finish(sequence)
 
     def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
+        if not self._tell(sequence, output):
+            self.abort(sequence.request_id)
+
+    def _tell(self, sequence: Sequence, output: TokenOutput) -> bool:
+        """Hand an output to its receiver, whose own faults end its request and never the loop."""
         try:
             sequence.sink(output)
-        except Exception:  # a receiver's fault ends its own request, never the loop
+        except Exception:
             log.exception("the receiver of request %s failed", sequence.request_id)
-            self.abort(sequence.request_id)
+            return False
+        return True
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -243,7 +252,7 @@ class Engine:
         began = self._clock()
         size = self._runner.block_bytes
         occupied = self.pool.total - self.pool.free
-        wanted = -(-bytes_ // size) if bytes_ is not None else round(occupied * (ratio or 0.0) + 0.5)
+        wanted = -(-bytes_ // size) if bytes_ is not None else share_of(occupied, ratio or 0.0)
         plan = plan_eviction(self.pool, self.scheduler.running, min(wanted, occupied), self._protection)
         cached, live, tokens = (plan.cached, plan.live_blocks, 0) if dry_run else self._evict(plan)
         return EvictionReport(
@@ -296,8 +305,8 @@ class Engine:
             slots_allocated=usage.active * self.pool.block_tokens,
             slots_filled=usage.slots_filled,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + sum(map(len, self._parked.values())),
-            outstanding_blocks=sum(sequence.outstanding_blocks for sequence in self._live.values()),
+            waiting=len(scheduler.waiting) + self.parked,
+            outstanding_blocks=self._outstanding_blocks(),
             counters=self._counters(),
             allocator_reserved_bytes=reserved,
             allocator_allocated_bytes=allocated,
@@ -310,6 +319,12 @@ class Engine:
             limit_expires_at=limit.expires_at if limit else None,
             draining=draining,
         )
+
+    def _outstanding_blocks(self) -> int:
+        """Of running and waiting sequences, and of forks what they will not share with their parent."""
+        parked = [child for children in self._parked.values() for child in children]
+        shared = sum(len(child.request.prompt) // self.pool.block_tokens for child in parked)
+        return sum(s.outstanding_blocks for s in (*self.scheduler.live(), *parked)) - shared
 
     def _counters(self) -> Counters:
         mine, queue = self.tally, self.scheduler.tally
@@ -342,6 +357,10 @@ def _generator(request: GenerationRequest) -> torch.Generator | None:
     else:
         generator.manual_seed(request.sampling.seed % (1 << 63))
     return generator
+
+
+def _failure(sequence: Sequence, error: str) -> TokenOutput:
+    return TokenOutput(request_id=sequence.request_id, token=None, finish_reason="error", error=error)
 
 
 def _finish_reason(sequence: Sequence, chosen: Sampled) -> FinishReason | None:

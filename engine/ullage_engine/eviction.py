@@ -9,6 +9,7 @@ oldest first; sequences give in turn, so that no one loses all its middle to sav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -56,6 +57,11 @@ class Freed:
     live: int
     sequences: int
     tokens: int
+
+
+def share_of(blocks: int, ratio: float) -> int:
+    """`ratio` of `blocks`, rounded up; 20 % of 10 is 2, whatever floating point makes of it."""
+    return math.ceil(blocks * ratio - 1e-9)
 
 
 def cold_indices(sequence: Sequence, pool: BlockPool, protection: Protection) -> list[int]:

@@ -133,6 +133,12 @@ class CacheLayout:
         block, place = divmod(cell, self.cells_per_block)
         return block * self.block_bytes + self.cell_offset(*divmod(place, self.kv_heads))
 
+    def workspace_bytes(self, tokens: int) -> int:
+        """Bytes that reading `tokens` rows of one layer takes on top of the cache: cells, codes, and float32 values."""
+        cell = max(cell.size for cell in self.cells)
+        codes = 2 * self.block_tokens * self.head_size * (1 + 2 + 4 + 4)
+        return self.blocks_for(tokens) * self.kv_heads * (cell + codes)
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens fill, the last one perhaps in part."""
         return -(-tokens // self.block_tokens)

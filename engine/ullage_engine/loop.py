@@ -8,6 +8,7 @@ stands still, which `/ready` and `/health` show.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -69,6 +70,7 @@ class EngineLoop:
         self._limit: AdmissionLimit | None = None
         self._draining = False
         self._stopping = False
+        self._broken = False
         self._snapshot = engine.snapshot(None, draining=False)
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -127,10 +129,12 @@ class EngineLoop:
             )
 
     def _check_open(self, request: GenerationRequest) -> None:
+        if self._broken:
+            raise LoopUnavailable("the step loop has failed; see the engine's log")
         if self._draining or self._stopping:
             raise Draining("the engine is draining and admits no request", retry_after_s=DRAIN_RETRY_S)
         self._check_limit(request)
-        queued = self._incoming + len(self._engine.scheduler.waiting)
+        queued = self._incoming + len(self._engine.scheduler.waiting) + self._engine.parked
         room = self._limits.max_sequences - len(self._engine.scheduler.running)
         if queued >= max(self._limits.max_queue, room):
             raise Overloaded(
@@ -192,7 +196,8 @@ class EngineLoop:
         return self._snapshot
 
     def step_age_s(self) -> float:
-        return max(0.0, self._clock() - self._snapshot.stepped_at)
+        """Seconds since the last pass; infinite once the loop has failed, so that probes see it at once."""
+        return math.inf if self._broken else max(0.0, self._clock() - self._snapshot.stepped_at)
 
     def block_map(self) -> BlockMap:
         """Read between two steps.
@@ -271,11 +276,12 @@ class EngineLoop:
                 self._pass()
         except Exception:
             log.exception("the step loop broke")
+            self._broken = True
             error = "the engine failed; see its log"
         with self._changed:
             self._stopping = True
-        self._run_inbox()
         self._engine.fail_all(error)
+        self._run_last(error)
 
     def _pass(self) -> None:
         self._run_inbox()
@@ -289,6 +295,15 @@ class EngineLoop:
     def _run_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
+
+    def _run_last(self, error: str) -> None:
+        """What was handed over before the end: admissions are told, calls get their answer or error."""
+        while self._inbox:
+            try:
+                self._inbox.popleft()()
+            except Exception:
+                log.exception("handed over too late")
+        self._engine.fail_all(error)
 
 
 def build_engine(config: Any) -> Any:

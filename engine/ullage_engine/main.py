@@ -106,7 +106,7 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--admin", metavar="unix:PATH|HOST:PORT", help="admin interface, inside the pod only")
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys that clients must send, one a line")
-    group.add_argument("--max-body", metavar="SIZE", help="greatest request body (4MiB)")
+    group.add_argument("--max-body", metavar="SIZE", help="greatest request body (1MiB)")
     for flag, default, text in (
         ("--max-wait-seconds", defaults.max_wait_s, "end calls that waited in the queue for so long"),
         ("--drain-seconds", defaults.drain_seconds, "let requests finish for so long when stopped"),

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError, safe_open
 
 from ullage_engine import attention
 from ullage_engine.errors import ModelError
@@ -38,6 +40,7 @@ SUPPORTED = (
     "Qwen3ForCausalLM",
 )
 """Architectures whose logits through the paged cache were compared with transformers' own."""
+LENGTH_DEPENDENT_ROPE = frozenset({"longrope", "dynamic"})
 PACKAGE_SCHEME = "package://"
 CONVERSION = "1"
 """Raised when converted folders of an earlier version can't be used any more."""
@@ -117,8 +120,23 @@ def shape_of(config: Any) -> CacheShape:
         layers=config.num_hidden_layers,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        max_positions=config.max_position_embeddings,
+        max_positions=_positions(config),
     )
+
+
+def _positions(config: Any) -> int:
+    """Positions that the model can be served at.
+
+    Rotary embeddings that change with the longest sequence (`longrope`, `dynamic`) are served up to where they don't:
+    sequences of many lengths share a step, and cached keys keep the rotation they were written with.
+    """
+    limit: int = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type", part.get("type")) in LENGTH_DEPENDENT_ROPE:
+            original = part.get("original_max_position_embeddings")
+            limit = min(limit, original or getattr(config, "original_max_position_embeddings", None) or limit)
+    return limit
 
 
 def folder_for(path: Path, cache_dir: Path | None) -> Path:
@@ -134,16 +152,25 @@ def folder_for(path: Path, cache_dir: Path | None) -> Path:
     stat = path.stat()
     key = hashlib.sha256(f"{CONVERSION}|{path}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     target = cache_dir / f"{path.stem}-{key}"
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not target.is_dir():
-            staging = Path(tempfile.mkdtemp(dir=cache_dir, prefix=".converting-"))
-            try:
-                convert_gguf(path, staging).rename(target)
-            except BaseException:
-                shutil.rmtree(staging, ignore_errors=True)
-                raise
-    return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{target}.lock"):
+            return target if target.is_dir() else _convert_into(path, target)
+    except OSError as error:
+        raise ModelError(
+            f"--cache-dir: {cache_dir} cannot be written: {error.strerror}; give another folder"
+        ) from error
+
+
+def _convert_into(path: Path, target: Path) -> Path:
+    """Convert beside the target and rename; the lock is held, so what an earlier attempt left behind can go."""
+    staging = target.with_name(f".converting-{target.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        return convert_gguf(path, staging).rename(target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def convert_gguf(path: Path, folder: Path) -> Path:
@@ -185,9 +212,37 @@ def check_architecture(folder: Path) -> None:
         )
 
 
-def weight_bytes(folder: Path) -> int:
-    """Size of the weight files."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+def weight_count(folder: Path) -> int:
+    """Number of weights in the files that transformers will load; 0 where it can't be told beforehand.
+
+    Raises:
+        ModelError: a weight file that can't be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        return sum(_weights_in(folder / name) for name in names if (folder / name).exists())
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise ModelError(f"--model: weights in {folder} cannot be read: {_first_line(error)}") from error
+
+
+def _weights_in(file: Path) -> int:
+    with safe_open(file, framework="pt") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+
+
+def read_config(folder: Path) -> Any:
+    """transformers' config of a folder.
+
+    Raises:
+        ModelError: it can't be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # validators of foreign configs raise whatever they like
+        raise ModelError(f"--model: {folder / 'config.json'} cannot be read: {_first_line(error)}") from error
 
 
 def load(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:

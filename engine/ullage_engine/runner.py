@@ -31,7 +31,8 @@ class ModelRunner:
         """Compute all chunks in one pass and write their keys and values.
 
         Returns:
-            Logits [n, V] float32 of the last token of each chunk that completes its sequence, in order.
+            Logits [n, V] float32 of the last token of each chunk that completes its sequence, in order, in host
+            memory: tokens are chosen there, each sequence by its own generator.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -50,7 +51,7 @@ class ModelRunner:
             logits_to_keep=torch.tensor(last or [len(tokens) - 1], device=self._device),
             ullage_batch=make_batch(self.store, chunks, self._device),
         )
-        logits: torch.Tensor = output.logits[0, : len(last)].float()
+        logits: torch.Tensor = output.logits[0, : len(last)].float().cpu()
         return logits
 
     def copy_blocks(self, copies: dict[int, int]) -> None:

@@ -20,8 +20,9 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> Sampled | None:
-    """Choose one token from logits [V]; None where the model gave NaN, from which nothing can be chosen."""
-    if torch.isnan(logits).any():
+    """Choose one token from logits [V]; None where the model gave NaN or infinity, from which nothing can be chosen."""
+    # one look is enough: the greatest of numbers with a NaN among them is NaN, and -inf everywhere leaves -inf
+    if not torch.isfinite(logits.max()):
         return None
     token = int(logits.argmax()) if params.temperature == 0 else _draw(logits, params, generator)
     if params.logprobs is None:

@@ -206,10 +206,10 @@ class Scheduler:
         sequence.computed = sequence.published = len(entries) * sequence.block_tokens
         sequence.chain = entries[-1] if entries else None
         sequence.publishing = self._prefix_reuse
-        if not sequence.preempted:
+        if not sequence.preempted:  # finding one's own blocks again after a preemption is no reuse
             sequence.cached_tokens = sequence.computed
-        self.tally.prefix_query_tokens += len(sequence.tokens)
-        self.tally.prefix_hit_tokens += sequence.computed
+            self.tally.prefix_query_tokens += len(sequence.request.prompt)
+            self.tally.prefix_hit_tokens += sequence.computed
         self.waiting.remove(sequence)
         _insert(self.running, sequence)
         return True

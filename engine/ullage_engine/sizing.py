@@ -17,7 +17,7 @@ MIN_BLOCKS = 2
 DEFAULT_SHARE = 0.5
 """Of the memory left after weights and activations, when no size is given."""
 DEFAULT_CEILING = 4 << 30
-"""Bytes: more is never taken unasked on a machine without an accelerator."""
+"""Bytes: more of a host's memory is never taken unasked."""
 MIB = 1 << 20
 
 
@@ -28,18 +28,31 @@ class Memory:
     available: int
     source: str
     """Which limit it is, for messages."""
+    shared: bool = True
+    """Whether others live in it too: a host's memory; an accelerator's is the engine's own."""
 
 
 def read_memory(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """The smaller of the kernel's MemAvailable and what the cgroup (v2 or v1) still allows."""
+    """Host memory: the smaller of the kernel's MemAvailable and what the cgroup (v2 or v1) still allows.
+
+    Of a cgroup's usage, file pages that were not used lately don't count: the kernel drops them before it refuses.
+    """
     available = Memory(available=_mem_available(proc), source="MemAvailable")
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit_file, used_file, stat_file, cold in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
         limit, used = _number(cgroup / limit_file), _number(cgroup / used_file)
-        if limit is not None and used is not None and limit - used < available.available:
-            available = Memory(available=max(0, limit - used), source=f"cgroup {limit_file.rpartition('/')[2]}")
+        if limit is None or used is None:
+            continue
+        left = max(0, limit - used + _stat(cgroup / stat_file, cold))
+        if left < available.available:
+            available = Memory(available=left, source=f"cgroup {limit_file.rpartition('/')[2]}")
     return available
 
 
@@ -74,7 +87,9 @@ def block_count(
             f"--model: weights {_mib(weights)} + activations {_mib(activations)} do not fit the "
             f"{_mib(memory.available)} that {memory.source} leaves; use a smaller model or raise the memory limit"
         )
-    share = min(int(left * DEFAULT_SHARE), DEFAULT_CEILING) if kv_fraction is None else int(left * kv_fraction)
+    share = int(left * (kv_fraction or DEFAULT_SHARE))
+    if kv_fraction is None and memory.shared:
+        share = min(share, DEFAULT_CEILING)
     wanted = share if kv_memory is None else kv_memory
     blocks, least = wanted // layout.block_bytes, MIN_BLOCKS * layout.block_bytes
     if blocks < MIN_BLOCKS:
@@ -105,6 +120,15 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _stat(path: Path, field: str) -> int:
+    """One field of a cgroup's memory.stat; 0 where there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{field} ")), 0)
 
 
 def _mib(size: int) -> str:

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ullage_engine.attention import attend, attend_codes
-from ullage_engine.layout import Section
+from ullage_engine.attention import GROUP_TOKENS, attend, attend_codes, make_batch
+from ullage_engine.layout import BlockStore, CacheLayout, Section
 from ullage_engine.packing import PackedLinear, cpu_has_matrix_units, pack_linears
 from ullage_engine.quant import CACHE_TYPES, dequantise, quantise
+from ullage_engine.request import GenerationRequest, SamplingParams
+from ullage_engine.scheduler import Chunk
+from ullage_engine.sequence import Sequence
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,3 +78,22 @@ def test_every_linear_of_a_model_is_packed_once() -> None:
     assert pack_linears(model) == 2
     assert pack_linears(model) == 0
     assert not [module for module in model.modules() if type(module) is nn.Linear]
+
+
+def test_decoding_sequences_are_grouped_by_context_and_bounded() -> None:
+    layout = CacheLayout(1, 1, 16, 16)
+    store = BlockStore(layout, 1)
+    lengths = [1, 15, 16, 17, 100, 130, 4000, *[1000] * 40]
+    chunks = []
+    for i, length in enumerate(lengths):
+        request = GenerationRequest(request_id=str(i), prompt=(1,), sampling=SamplingParams(max_tokens=1))
+        sequence = Sequence(request, lambda output: None, i, [0] * (length + 1), 16)
+        sequence.append_blocks([0] * layout.blocks_for(length + 1))
+        sequence.computed = length
+        chunks.append(Chunk(sequence, 1))
+    groups = make_batch(store, chunks, torch.device("cpu")).groups
+    assert sorted(int(row) for group in groups for row in group.rows) == list(range(len(lengths)))
+    for group in groups:
+        own = [layout.blocks_for(lengths[int(row)] + 1) for row in group.rows]
+        assert group.tables.shape[1] < 2 * min(own) or group.tables.shape[1] == 1
+        assert group.tables.numel() * 16 <= GROUP_TOKENS or len(own) == 1

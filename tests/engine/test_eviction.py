@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from ullage_engine.eviction import share_of
 from ullage_engine.request import GenerationRequest, SamplingParams
 
 SIZE = 4
@@ -77,6 +80,7 @@ def test_dry_run_says_and_does_nothing(fake_engine: Any) -> None:
     report = engine.evict(ratio=0.3, bytes_=None, dry_run=True)
     assert report.dry_run
     assert report.blocks_freed == 4
+    assert report.requested_blocks == 4
     assert (sequence.table, engine.pool.usage()) == (table, usage)
 
 
@@ -128,3 +132,8 @@ def test_prefilling_sequences_are_left_alone(fake_engine: Any) -> None:
     engine.step()
     engine.step()
     assert engine.evict(ratio=1.0, bytes_=None, dry_run=False).blocks_freed == 0
+
+
+@pytest.mark.parametrize(("blocks", "wanted"), [(0, 0), (1, 1), (5, 1), (10, 2), (15, 3), (25, 5), (26, 6), (214, 43)])
+def test_a_share_is_rounded_up_and_never_beyond(blocks: int, wanted: int) -> None:
+    assert share_of(blocks, 0.2) == wanted

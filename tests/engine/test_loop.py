@@ -191,7 +191,8 @@ def test_broken_step_tells_every_request_and_stops_the_clock(
         assert receiver.wait()[-1].error == "the engine failed; see its log"
     loop._thread.join(WAIT_S)
     assert "the step loop broke" in caplog.text
-    with pytest.raises(Draining):
+    assert loop.step_age_s() == float("inf")
+    with pytest.raises(LoopUnavailable, match="has failed"):
         loop.submit(request("late", [1]), Receiver())
 
 
@@ -239,3 +240,34 @@ def test_forks_leave_nothing_behind_in_the_queue_books(start: Callable[..., Engi
         assert len(receiver.wait()) == 1
     loop.block_map()
     assert loop._queued_at == {}
+
+
+def test_every_request_is_told_even_when_the_books_contradict_themselves(
+    start: Callable[..., EngineLoop],
+) -> None:
+    gate = Gate()
+    loop = start(fail=gate)
+    receivers = [Receiver() for _ in range(3)]
+    for i, receiver in enumerate(receivers):
+        loop.submit(request(f"r{i}", [i]), receiver)
+    assert gate.entered.wait(WAIT_S)
+    loop._engine.scheduler.computed = loop._engine.scheduler.finish = None
+    gate.open.set()
+    for receiver in receivers:
+        assert receiver.wait()[-1].finish_reason == "error"
+
+
+def test_forks_count_as_waiting(start: Callable[..., EngineLoop]) -> None:
+    gate = Gate()
+    loop = start(max_queue=4, sequences=2, fail=gate)
+    accepted = 0
+    with pytest.raises(Overloaded, match="requests are waiting"):
+        for i in range(50):
+            sampling = SamplingParams(max_tokens=1, temperature=0)
+            fork_of = "r0" if i else None
+            loop.submit(
+                GenerationRequest(request_id=f"r{i}", prompt=(1,) * 9, sampling=sampling, fork_of=fork_of), Receiver()
+            )
+            accepted += 1
+    gate.open.set()
+    assert accepted <= 6

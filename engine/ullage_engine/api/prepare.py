@@ -22,6 +22,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """The OpenAI default of `max_tokens` for completions."""
 LONG_TEXT = 4096
 """Characters from which text is tokenized in a thread, so that other requests' events go on."""
+MESSAGE_COST = 32
+"""Characters that a message counts for beside its content: the template writes about so many around it."""
 
 Prompt = tuple[int, ...]
 
@@ -91,7 +93,7 @@ class Preparer:
     async def encode_chat(self, messages: Sequence[Message]) -> Prompt:
         """Tokens of a conversation."""
         texts = [message.for_template() for message in messages]
-        if sum(len(text["content"]) for text in texts) < LONG_TEXT:
+        if sum(len(text["content"]) + MESSAGE_COST for text in texts) < LONG_TEXT:
             return self._codec.encode_chat(texts)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._codec.encode_chat, texts)
 

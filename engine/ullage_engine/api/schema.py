@@ -21,6 +21,8 @@ MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 1 << 31
 """Far above any context; keeps numbers in messages readable."""
+MAX_MESSAGES = 1024
+"""Of one conversation: each costs the template time, however short it is."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 SEED_LIMIT = 1 << 63
@@ -185,7 +187,7 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -205,7 +207,7 @@ class TokenizeBody(BaseModel):
     model_config = _BASE
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
 
 
