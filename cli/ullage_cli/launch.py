@@ -65,8 +65,6 @@ class Places:
     scratch: Path
     """Private and short-lived: sockets, certificate, token."""
     logs: Path
-    cache: Path
-    """Converted models, shared by all runs of this user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +90,6 @@ def installed_programs() -> Programs:
         return str(beside) if beside.exists() else shutil.which(name) or name
 
     return Programs(engine=(find("ullage-engine"),), agent=(find("ullage-agent"),))
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ullage"
 
 
 def make_credentials(service: InferenceService) -> Credentials:
@@ -181,8 +174,8 @@ class Launcher:
             waiting.cancel()
 
     def _engine_arguments(self, port: int, admin: str) -> list[str]:
-        cache = str(self._places.cache)
-        return engine_arguments(self._service, host=HOST, port=port, admin=admin, cache_dir=cache)
+        # no cache folder: the engine's own, so that a model is converted once for it, however it is started
+        return engine_arguments(self._service, host=HOST, port=port, admin=admin)
 
     def _agent_arguments(self, admin: str) -> list[str]:
         return agent_arguments(

@@ -27,7 +27,6 @@ from .launch import (
     Places,
     Programs,
     RunningReplica,
-    cache_folder,
     installed_programs,
     make_credentials,
 )
@@ -76,7 +75,7 @@ async def up(options: UpOptions, screen: Screen) -> Ending:
         stack.callback(screen.note, "stopping")
         stop.on_second(supervisor.kill)
         credentials = make_credentials(service)
-        places = Places(scratch=scratch, logs=state / "logs", cache=cache_folder())
+        places = Places(scratch=scratch, logs=state / "logs")
         launcher = Launcher(service, supervisor, places, options.programs, credentials, _progress(screen))
         try:
             replicas = await stop.or_finish(launcher.launch())

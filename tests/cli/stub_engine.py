@@ -23,6 +23,7 @@ BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 100, 16, 1000
 TOKENS_PER_S = 60.0
 """Of all chats together."""
 CHARACTERS_PER_BLOCK = 36
+ARGUMENTS = "arguments: "
 COUNTERS = (
     *("admitted", "finished", "failed", "aborted", "preemptions", "recomputed_tokens", "prompt_tokens"),
     *("generated_tokens", "prefix_query_tokens", "prefix_hit_tokens", "evicted_blocks", "evicted_tokens"),
@@ -191,6 +192,7 @@ def main() -> int:
     for flag in ("--host", "--port", "--admin"):
         parser.add_argument(flag, required=True)
     known, _ = parser.parse_known_args(sys.argv[2:])
+    print(ARGUMENTS + json.dumps(sys.argv[2:]), flush=True)
     print(f"pid {os.getpid()}", flush=True)
     if behaviour == "refuse":
         print("error: --kv-memory: 41943040 bytes do not fit; lower it", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ import yaml
 from ullage_cli.launch import in_manifest_words
 from ullage_cli.main import main
 from ullage_cli.records import RecordFolder
+from ullage_engine.main import parse_arguments
 from ullage_operator.arguments import engine_arguments
 from ullage_operator.manifest import load_manifest
 from ullage_operator.model import Remediation
@@ -132,7 +133,7 @@ class Run:
 async def driving(place: Place, behaviour: str, *flags: str, replicas: int = 1) -> AsyncIterator[Run]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(DRIVER), behaviour, str(place.write(replicas=replicas)), str(place.state), *flags),
-        env={**os.environ, "TMPDIR": str(place.temporary), "XDG_CACHE_HOME": str(place.folder / "cache")},
+        env={**os.environ, "TMPDIR": str(place.temporary)},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -295,6 +296,22 @@ async def test_a_refusal_of_the_engine_is_passed_through(place: Place) -> None:
             "error: InferenceService/demo: engine-0: spec.engine.kvCache.memory: 41943040 bytes do not fit; lower it\n"
         )
         assert_clean(place)
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME", None])
+async def test_models_are_converted_into_the_folder_that_the_engine_uses_by_itself(
+    place: Place, monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, str(place.folder / "kept"))
+    alone, _ = parse_arguments(["--model", "m"])
+    async with driving(place, "refuse") as run:
+        assert await run.end() == 2
+    [line] = [line for line in place.log("engine-0").splitlines() if line.startswith("arguments: ")]
+    engine, _ = parse_arguments(json.loads(line.removeprefix("arguments: ")))
+    assert engine.cache_dir == alone.cache_dir
 
 
 async def test_an_engine_that_crashes_while_starting_is_told_in_one_line(place: Place) -> None:
