@@ -1,7 +1,7 @@
 """`ullage`: the command line for people. Reads arguments, prints endings, sets the exit status.
 
-Exit status: 0 done; 1 requests failed or a part broke; 2 bad input, with one line `error: …`; 130 stopped by a
-signal before it was done.
+Exit status: 0 done; 1 requests failed or a part broke; 2 bad input, with one line `error: …`; 130 stopped before it
+was done, by a signal or, with a demo load, by the end of `--duration`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def up(
         Path | None, typer.Option(metavar="DIR", help="Records and logs.", show_default=".ullage/NAME")
     ] = None,
     duration: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Stop after so long.", show_default="until Ctrl-C")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Stop after so long; status 130 if the demo load is not done.",
+            show_default="until Ctrl-C",
+        ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
 ) -> None:

@@ -1,6 +1,7 @@
 """A service that serves: sweep, show, and end when something says so.
 
 The run ends when the demo load is done, the time is over, a signal comes, or a part dies; whichever is first.
+A demo load that was not done by then was cut short, and the ending says so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Ending:
     outcome: Outcome | None = None
     """None: it was stopped before it served."""
     interrupted: bool = False
-    """A signal ended it."""
+    """A signal ended it, or the time was over before the demo load was done."""
     problem: str | None = None
     """What broke, in one line."""
 
@@ -65,10 +66,12 @@ class Session:
         death = asyncio.create_task(self.supervisor.first_death(), name="deaths")
         stop = asyncio.create_task(self.stop.wait(), name="signals")
         ends: set[asyncio.Task[Any]] = {sweeps, death, stop}
+        load = None
         if self.duration_s is not None:
             ends.add(asyncio.create_task(asyncio.sleep(self.duration_s), name="duration"))
         if self.load is not None:
-            ends.add(asyncio.create_task(self.load.run(), name="demo load"))
+            load = asyncio.create_task(self.load.run(), name="demo load")
+            ends.add(load)
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -78,7 +81,10 @@ class Session:
             problem = str(death.result())
         if problem is not None and self.load is not None:
             self.load.tally.fail_abandoned(f"cut off when the run ended: {problem}")
-        return Ending(outcome=self._outcome(), interrupted=stop in done, problem=problem)
+        if problem is not None or load in done:
+            return Ending(outcome=self._outcome(), problem=problem)
+        cut_short = self._cut_short("a signal" if stop in done else "the end of --duration")
+        return Ending(outcome=self._outcome(cut_short), interrupted=stop in done or cut_short is not None)
 
     async def _sweep_on(self) -> None:
         while True:
@@ -122,6 +128,10 @@ class Session:
             threshold=self.service.spec.remediation.risk_threshold,
         )
 
-    def _outcome(self) -> Outcome:
+    def _cut_short(self, by: str) -> str | None:
+        """What ended the demo load before it was done; None without one."""
+        return f"{by}, in phase {self.load.phase!r}" if self.load is not None else None
+
+    def _outcome(self, cut_short: str | None = None) -> Outcome:
         tally = self.load.tally if self.load is not None else None
-        return outcome(self.board, tally, time.monotonic() - self.began)
+        return outcome(self.board, tally, time.monotonic() - self.began, cut_short)

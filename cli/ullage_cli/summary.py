@@ -32,6 +32,10 @@ class Outcome:
     """Between the first and the last token of the run."""
     seconds: float
     """Since everything was ready."""
+    cut_short: str | None = None
+    """What ended the demo load before it was done."""
+    requests_cut_off: int = 0
+    """Neither answered nor failed: the run ended first."""
 
     @property
     def bytes_freed(self) -> int:
@@ -58,7 +62,7 @@ class Outcome:
         }
 
 
-def outcome(board: Board, tally: Tally | None, seconds: float) -> Outcome:
+def outcome(board: Board, tally: Tally | None, seconds: float, cut_short: str | None = None) -> Outcome:
     """Sum a run up; without a demo load the engines' own counters stand for the requests."""
     reading = board.reading
     return Outcome(
@@ -71,6 +75,8 @@ def outcome(board: Board, tally: Tally | None, seconds: float) -> Outcome:
         failures=tuple(tally.failures) if tally else (),
         tokens_per_s=board.mean_tokens_per_s(),
         seconds=seconds,
+        cut_short=cut_short,
+        requests_cut_off=tally.abandoned if tally else 0,
     )
 
 
@@ -80,6 +86,8 @@ def text(result: Outcome) -> str:
         f"Served for {words.duration(result.seconds)} at {result.tokens_per_s:.1f} tokens/s: "
         f"{words.number(result.requests_ok)} requests answered, {words.number(result.requests_failed)} failed."
     ]
+    if result.cut_short is not None:
+        lines.append(f"Cut short by {result.cut_short}: the demo was not done, {_cut_off(result.requests_cut_off)}.")
     if result.refusals:
         lines.append(f"Refused for a moment and then answered: {result.refusals} times.")
     lines += [f"  failed {count} times: {why}" for why, count in _most_common(result.failures)]
@@ -105,6 +113,10 @@ def _risk_line(result: Outcome) -> str:
         f"Risk peaked at {result.risk_peak:.0f} and is {result.risk_after:.0f} now; "
         f"{acted} remediation{plural} freed {freed}:"
     )
+
+
+def _cut_off(count: int) -> str:
+    return f"{count} request{' was' if count == 1 else 's were'} cut off"
 
 
 def _remediation_line(record: Remediation) -> str:

@@ -71,6 +71,14 @@ def test_words(board: Board) -> None:
     ]
 
 
+def test_what_was_cut_short_is_said(board: Board) -> None:
+    tally = Tally(ok=7, abandoned=2)
+    assert text(outcome(board, tally, 61.23, "the end of --duration, in phase 'ramp'")).splitlines()[:2] == [
+        "Served for 1:01 at 16.0 tokens/s: 7 requests answered, 0 failed.",
+        "Cut short by the end of --duration, in phase 'ramp': the demo was not done, 2 requests were cut off.",
+    ]
+
+
 def test_without_a_load_the_engines_counts_stand_and_unknown_stays_unknown(board: Board) -> None:
     result = outcome(board, None, 61.0).to_json()
     assert (result["requests_ok"], result["requests_failed"]) == (9, None)

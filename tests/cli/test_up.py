@@ -258,6 +258,17 @@ async def test_a_signal_at_any_moment_leaves_nothing(
         assert await run.end() == 130
         assert_clean(place)
         assert await run.errors() == ""
+    if "load" in moment or "decided" in moment:
+        assert any(line.startswith("Cut short by a signal, in phase ") for line in run.lines)
+
+
+async def test_a_demo_that_the_duration_cuts_short_is_not_done(place: Place) -> None:
+    async with driving(place, "serve", "--demo-load", "--short") as run:
+        assert await run.end() == 130
+        assert_clean(place)
+        assert await run.errors() == ""
+    [line] = [line for line in run.lines if line.startswith("Cut short by the end of --duration, in phase ")]
+    assert "the demo was not done" in line
 
 
 async def test_a_signal_in_the_first_milliseconds_leaves_nothing(place: Place) -> None:
