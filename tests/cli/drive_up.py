@@ -1,19 +1,26 @@
-"""`ullage up` with the stub engine: `python drive_up.py BEHAVIOUR MANIFEST STATE [--demo-load] [--short]`."""
+"""`ullage up` with the stub engine: `python drive_up.py BEHAVIOUR MANIFEST STATE [--demo-load] [--short]`.
+
+Begins as the program does and says so by a line `begun`.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from ullage_cli.launch import Programs, installed_programs
-from ullage_cli.main import reporting, run_up
-from ullage_cli.pace import LoadPlan
-from ullage_cli.up import UpOptions
+from ullage_cli.main import end_at_once_when_interrupted
 
 STUB = Path(__file__).with_name("stub_engine.py")
 
 
 def main(behaviour: str, manifest: str, state: str, *flags: str) -> int:
+    end_at_once_when_interrupted()
+    print("begun", flush=True)
+    from ullage_cli.commands import reporting, run_up
+    from ullage_cli.launch import Programs, installed_programs
+    from ullage_cli.pace import LoadPlan
+    from ullage_cli.up import UpOptions
+
     options = UpOptions(
         manifest=Path(manifest),
         state_dir=Path(state),

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from ullage_cli.board import Board, Reading
+from ullage_cli.commands import conclude
 from ullage_cli.load import Tally
-from ullage_cli.main import conclude
 from ullage_cli.session import Ending
 from ullage_cli.summary import json_line, outcome, text
 from ullage_operator.model import Remediation

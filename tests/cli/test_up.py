@@ -21,8 +21,9 @@ import psutil
 import pytest
 import yaml
 
+from ullage_cli.commands import run as ullage
 from ullage_cli.launch import in_manifest_words
-from ullage_cli.main import main
+from ullage_cli.main import end_at_once_when_interrupted
 from ullage_cli.records import RecordFolder
 from ullage_engine.main import parse_arguments
 from ullage_operator.arguments import engine_arguments
@@ -271,13 +272,68 @@ async def test_a_demo_that_the_duration_cuts_short_is_not_done(place: Place) -> 
     assert "the demo was not done" in line
 
 
-async def test_a_signal_in_the_first_milliseconds_leaves_nothing(place: Place) -> None:
-    for delay in (0.0, 0.1, 0.3, 0.6, 0.9):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_in_the_first_milliseconds_leaves_nothing(place: Place, number: signal.Signals) -> None:
+    for delay in (0.0, 0.1, 0.3, 0.6, 0.9):  # while modules are imported, and while children start
         async with driving(place, "slow") as run:
+            await run.until("begun")
             await asyncio.sleep(delay)
-            run.process.send_signal(signal.SIGINT)
-            assert await run.end() in (130, -signal.SIGINT, 1)
+            run.process.send_signal(number)
+            assert await run.end() in (130, -number)
             assert_clean(place)
+            assert await run.errors() == ""
+
+
+async def test_a_signal_before_the_program_begins_leaves_nothing(place: Place) -> None:
+    """While Python itself starts, where an interrupt may be lost in Python's own hands: a person repeats it."""
+    async with driving(place, "slow") as run:
+        ended = asyncio.create_task(run.end())
+        while not ended.done():
+            run.process.send_signal(signal.SIGINT)
+            await asyncio.wait((ended,), timeout=5)
+        assert ended.result() in (130, -signal.SIGINT, 1)
+        assert_clean(place)
+
+
+INTERRUPTED_IN_A_FINALIZER = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "ullage_cli.commands":
+            Finalized()
+
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["version"]
+from ullage_cli.main import main
+sys.exit(main())
+"""
+
+
+async def test_an_interrupt_during_the_imports_is_not_lost() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", INTERRUPTED_IN_A_FINALIZER),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, *output) == (-signal.SIGINT, b"", b"")
+
+
+def test_a_program_started_with_interrupts_ignored_goes_on_ignoring_them() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        end_at_once_when_interrupted()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def test_a_second_ctrl_c_does_not_wait_for_a_stubborn_engine(place: Place) -> None:
@@ -410,7 +466,7 @@ def test_bad_input_is_one_line_with_object_field_value_and_remedy(
     part[path[-1]] = value
     file = place.folder / "bad.yaml"
     file.write_text(yaml.safe_dump(document))
-    assert main(["up", str(file), "--state-dir", str(place.state), "--plain"]) == 2
+    assert ullage(["up", str(file), "--state-dir", str(place.state), "--plain"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: InferenceService/demo: ")
@@ -433,7 +489,7 @@ def test_bad_input_is_one_line_with_object_field_value_and_remedy(
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert main(arguments) == 2
+    assert ullage(arguments) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("error: ")
     assert message in errors
@@ -455,7 +511,7 @@ def test_every_flag_made_from_a_manifest_has_its_field(place: Place) -> None:
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
+    assert ullage([]) == 0
     assert "up" in capsys.readouterr().out
-    assert main(["version"]) == 0
+    assert ullage(["version"]) == 0
     assert capsys.readouterr().out == "0.1.0\n"
