@@ -114,7 +114,7 @@ class FakeCore:
         """A new closed gate to put into a script."""
         return Gate(self._changed)
 
-    def wait_for(self, condition: Callable[[FakeCore], bool], timeout_s: float = 10.0) -> bool:
+    def wait_for(self, condition: Callable[[FakeCore], bool], timeout_s: float = 60.0) -> bool:
         """Wait until a condition on this core holds; False when it did not in time."""
         with self._changed:
             return self._changed.wait_for(lambda: condition(self), timeout_s)
