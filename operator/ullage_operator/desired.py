@@ -82,12 +82,15 @@ def owner_reference(service: InferenceService) -> dict[str, Any]:
 
 
 def covers(existing: Any, wanted: Any) -> bool:
-    """Whether an object holds all that is wanted; what others added in objects does not matter."""
+    """Whether an object holds all that is wanted; what others added in objects does not matter.
+
+    The API server leaves empty objects and lists out.
+    """
     if isinstance(wanted, dict):
-        return isinstance(existing, dict) and all(k in existing and covers(existing[k], v) for k, v in wanted.items())
+        return isinstance(existing or {}, dict) and all(covers((existing or {}).get(k), v) for k, v in wanted.items())
     if isinstance(wanted, list):
-        same = isinstance(existing, list) and len(existing) == len(wanted)
-        return same and all(covers(a, b) for a, b in zip(existing, wanted, strict=True))
+        same = isinstance(existing or [], list) and len(existing or []) == len(wanted)
+        return same and all(covers(a, b) for a, b in zip(existing or [], wanted, strict=True))
     return bool(existing == wanted)
 
 

@@ -33,6 +33,7 @@ from controlplane import ControlPlane
 
 POLL_S = 0.2
 PROBE_S = 0.3
+HEARTBEAT_S = 5.0
 MODULES = {"ullage-engine": "ullage_engine.main", "ullage-agent": "ullage_agent.main"}
 ADDRESSES = itertools.count(int.from_bytes(os.urandom(2)) % 60_000)
 
@@ -94,6 +95,7 @@ class Kubelet:
         self._environment = environment or {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kubelet", daemon=True)
+        self._node = f"node-{namespace}"
         self._seen: set[str] = set()
         self.pods: dict[str, RunningPod] = {}
         self.ended: dict[str, int] = {}
@@ -121,26 +123,46 @@ class Kubelet:
         return file.read_text(errors="replace")[-3000:] if file.exists() else "(no log)"
 
     def _run(self) -> None:
+        beat = float("-inf")
         while not self._stop.wait(POLL_S):
             # The API server may be down on purpose; a node goes on and asks again.
             with contextlib.suppress(OSError):
+                if time.monotonic() - beat > HEARTBEAT_S:
+                    self._heartbeat()
+                    beat = time.monotonic()
                 self._sync()
+        with contextlib.suppress(OSError):
+            self._api.call("DELETE", f"/api/v1/nodes/{self._node}")
+
+    def _heartbeat(self) -> None:
+        """Pods of a node that is not there, or silent, are taken away by the cluster."""
+        with contextlib.suppress(urllib.error.HTTPError):
+            self._api.call("POST", "/api/v1/nodes", {"metadata": {"name": self._node}})
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now, "lastTransitionTime": now}
+        body = {"status": {"conditions": [ready]}}
+        self._api.call("PATCH", f"/api/v1/nodes/{self._node}/status", body, "application/strategic-merge-patch+json")
 
     def _sync(self) -> None:
         pods = self._api.call("GET", f"{self._base}/pods?labelSelector=ullage.dev/service")["items"]
+        there = {obj["metadata"]["uid"] for obj in pods}
+        for uid, running in list(self.pods.items()):
+            if uid not in there and running.ending is None:
+                running.ending = threading.Thread(target=self._end, args=(uid, running), daemon=True)
+                running.ending.start()
         for obj in sorted(pods, key=lambda o: str(o["metadata"]["creationTimestamp"])):
             uid = obj["metadata"]["uid"]
             if uid not in self._seen and not obj["metadata"].get("deletionTimestamp"):
                 self._admit(obj)
-            running = self.pods.get(uid)
-            if running is None:
+            present = self.pods.get(uid)
+            if present is None:
                 if obj["metadata"].get("deletionTimestamp"):
                     self._remove(obj)
                 continue
-            if obj["metadata"].get("deletionTimestamp") and running.ending is None:
-                running.ending = threading.Thread(target=self._end, args=(uid, running), daemon=True)
-                running.ending.start()
-            self._probe(running)
+            if obj["metadata"].get("deletionTimestamp") and present.ending is None:
+                present.ending = threading.Thread(target=self._end, args=(uid, present), daemon=True)
+                present.ending.start()
+            self._probe(present)
 
     def _admit(self, obj: dict[str, Any]) -> None:
         uid = obj["metadata"]["uid"]
@@ -159,6 +181,10 @@ class Kubelet:
             if error.code == 404:  # the Secret is not there yet
                 return
             raise
+        # Only pods that are bound end with grace; others are deleted at once.
+        target = {"kind": "Node", "name": self._node}
+        binding = {"metadata": {"name": pod.name}, "target": target}
+        self._api.call("POST", f"{self._base}/pods/{pod.name}/binding", binding)
         self._seen.add(uid)
         self.pods[uid] = pod
         self._status(obj, {"phase": "Running", "podIP": address, "conditions": [_condition(False)]})

@@ -103,7 +103,9 @@ async def test_what_is_as_it_should_be_is_not_written_again(build: Any, cluster:
 def test_covers() -> None:
     assert covers({"a": 1, "b": [{"c": 2, "d": 3}]}, {"b": [{"c": 2}]})
     assert not covers({"b": [{"c": 2}, {}]}, {"b": [{"c": 2}]})
-    assert not covers({}, {"a": None})
+    assert covers({}, {"a": {}, "b": []}), "the API server leaves empty ones out"
+    assert not covers({}, {"a": {"b": 1}})
+    assert not covers({"a": 1}, {"a": {"b": 1}})
 
 
 TEMPLATE = {
