@@ -82,7 +82,8 @@ def project(load: Load, lengths: Lengths, horizon_s: float) -> Outlook:
     cell = max(lengths.longest() / CELLS, load.tokens_per_s * horizon_s / STEPS)
     steps = max(1, min(STEPS, round(load.tokens_per_s * horizon_s / cell)))
     survival = [lengths.survival(index * cell) for index in range(CELLS + steps + 1)]
-    prompt, pause = load.prompt_tokens, cell / load.tokens_per_s
+    # a request holds a token at least: nearly nothing would make `scale` nearly infinite
+    prompt, pause = max(1.0, load.prompt_tokens), cell / load.tokens_per_s
     # tokens that a request holds at an age, times the chance that it gets so old
     alive = [share * (prompt + index * cell) for index, share in enumerate(survival)]
     ages = _ages(load, survival, cell)

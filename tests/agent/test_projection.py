@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ullage_agent.histogram import Histogram
@@ -58,6 +58,7 @@ def test_the_time_at_which_a_level_is_reached() -> None:
     assert course.reaches(500.0) == 0.0
 
 
+@example(1.0, 0, 0, 0.0, 1.0, 2.2250738585072014e-308, ALL_500)
 @given(
     st.floats(0, 1e7), st.integers(0, 2000), st.integers(0, 2000), st.floats(0, 1e3), st.floats(0.01, 1e3),
     st.floats(0, 1e5), st.sampled_from([RANDOM_ENDS, ALL_500]),
