@@ -59,7 +59,9 @@ def observed_status(
         _risk_high(service, fresh),
         _throttled(fresh),
         _effective(sweep),
+        _contract(fresh),
     ]
+    facts.append(_degraded(service, facts, ready))
     return ServiceStatus(
         observed_generation=service.metadata.generation,
         phase=_phase(service, facts, ready),
@@ -171,6 +173,32 @@ def _effective(sweep: SweepResult | None) -> Fact:
     last = judged[-1]
     worked: Tristate = "True" if last.status.phase == "Succeeded" else "False"
     return Fact("RemediationEffective", worked, last.status.phase, f"{last.metadata.name}: {last.status.message}")
+
+
+def _contract(fresh: Sequence[Observation]) -> Fact:
+    """Whether the engines' metrics say what they should: a missing figure is never read as zero."""
+    if not fresh:
+        return Fact("MetricsContract", "Unknown", "StaleData", "no fresh reading")
+    broken = [(o.target.pod, v) for o in fresh if o.report for v in o.report.violations]
+    if not broken:
+        return Fact("MetricsContract", "True", "Kept")
+    pod, first = broken[0]
+    more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+    return Fact("MetricsContract", "False", "Violated", f"{pod}: {first.metric} is {first.problem}{more}")
+
+
+def _degraded(service: InferenceService, facts: Sequence[Fact], ready: int) -> Fact:
+    """Whether something serves, and not all of it as it should."""
+    if service.spec.suspend or ready == 0:
+        return Fact("Degraded", "False", "NotServing")
+    wrong = [f.type for f in facts if (f.type in _SOUND and f.status == "False") or (f.type, f.status) == _RISKY]
+    if not wrong:
+        return Fact("Degraded", "False", "AsExpected")
+    return Fact("Degraded", "True", "NotAsExpected", ", ".join(wrong))
+
+
+_SOUND = ("Ready", "EngineReachable", "MetricsContract")
+_RISKY = ("RiskHigh", "True")
 
 
 def _phase(

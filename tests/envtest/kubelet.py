@@ -65,6 +65,7 @@ class RunningPod:
     address: str
     folder: Path
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    mounts: dict[str, str] = field(default_factory=dict)
     ready: bool | None = None
     ending: threading.Thread | None = None
 
@@ -190,7 +191,7 @@ class Kubelet:
         self._status(obj, {"phase": "Running", "podIP": address, "conditions": [_condition(False)]})
 
     def _start(self, pod: RunningPod, index: int) -> None:
-        mounts = self._volumes(pod)
+        mounts = pod.mounts = self._volumes(pod)
         for container in pod.obj["spec"]["containers"]:
             name = container["name"]
             if name == "engine" and self._engines is not None:
@@ -248,11 +249,10 @@ class Kubelet:
     def _end(self, uid: str, pod: RunningPod) -> None:
         grace = pod.obj["spec"].get("terminationGracePeriodSeconds", 30)
         deadline = time.monotonic() + grace
-        mounts = self._volumes(pod) if self._engines is None else {}
         for container in pod.obj["spec"]["containers"] if self._engines is None else []:
             hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
             if hook:
-                command = [self._translate(word, pod, mounts).replace("python3", sys.executable) for word in hook]
+                command = [self._translate(word, pod, pod.mounts).replace("python3", sys.executable) for word in hook]
                 with (pod.folder / "prestop.log").open("ab") as log:
                     subprocess.run(command, stdout=log, stderr=log, timeout=grace, check=False)
         for name, process in pod.processes.items():

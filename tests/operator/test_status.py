@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ullage_agent.wire import Violation
 from ullage_operator.model import ServiceStatus
 from ullage_operator.policy import Decision, Reason
 from ullage_operator.status import invalid_status, merge_body, observed_status
@@ -45,6 +47,17 @@ def conditions(made: ServiceStatus) -> dict[str, str]:
     return {c.type: f"{c.status}/{c.reason}" for c in made.conditions}
 
 
+def test_a_broken_metric_contract_is_named(build: Any) -> None:
+    seen = build.observation(30)
+    violation = Violation(metric="vllm:kv_cache_usage_perc", problem="missing", detail="")
+    seen = replace(seen, report=replace(seen.report, violations=(violation,)))
+    made = status(build, [seen])
+    assert conditions(made)["MetricsContract"] == "False/Violated"
+    assert conditions(made)["Degraded"] == "True/NotAsExpected"
+    (found,) = [c for c in made.conditions if c.type == "MetricsContract"]
+    assert found.message == "web-a: vllm:kv_cache_usage_perc is missing"
+
+
 def test_all_is_well(build: Any) -> None:
     made = status(build, [build.observation(30.04)])
     assert conditions(made) == {
@@ -54,6 +67,8 @@ def test_all_is_well(build: Any) -> None:
         "RiskHigh": "False/BelowThreshold",
         "Throttled": "False/NoLimit",
         "RemediationEffective": "Unknown/NoRemediation",
+        "MetricsContract": "True/Kept",
+        "Degraded": "False/AsExpected",
     }
     assert made.phase == "Ready"
     assert made.risk is not None
@@ -112,7 +127,7 @@ def test_transition_time_moves_with_the_status_only(build: Any) -> None:
         for c, n in zip(first.conditions, later.conditions, strict=True)
     }
     moved = {name for name, (before, after) in times.items() if before != after}
-    assert moved == {"RiskHigh"}
+    assert moved == {"RiskHigh", "Degraded"}
 
 
 @pytest.mark.parametrize(

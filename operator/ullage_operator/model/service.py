@@ -80,7 +80,7 @@ class ServiceStatus(Part):
     last_action: LastAction | None = None
     """Most recent remediation."""
     conditions: list[Condition] = Field(default_factory=list)
-    """Ready, Progressing, EngineReachable, RiskHigh, Throttled, RemediationEffective, InvalidSpec."""
+    """Ready, Progressing, EngineReachable, MetricsContract, RiskHigh, Throttled, RemediationEffective, Degraded."""
 
 
 def _service_name(metadata: ObjectMeta) -> ObjectMeta:
