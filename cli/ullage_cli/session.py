@@ -17,6 +17,7 @@ from ullage_operator.observation import AgentTarget
 from ullage_operator.sweep import Sweeper, SweepResult
 
 from .board import Board, Reading, combine
+from .diary import Diary
 from .errors import BrokenLoop, CliError
 from .load import DemoLoad
 from .processes import Supervisor
@@ -51,6 +52,7 @@ class Session:
     targets: Sequence[AgentTarget]
     sweeper: Sweeper
     records: RecordFolder
+    diary: Diary
     supervisor: Supervisor
     board: Board
     screen: Screen
@@ -109,8 +111,10 @@ class Session:
             error = task.exception()
             if isinstance(error, CliError):
                 return str(error)
+            if isinstance(error, BrokenPipeError):
+                raise error  # nobody reads on: there is nobody to tell either
             if error is not None:
-                raise error
+                return self.diary.unforeseen(task.get_name(), error)
         return self.load.gave_up if self.load is not None else None
 
     def _scene(self) -> Scene:

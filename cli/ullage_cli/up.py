@@ -22,6 +22,7 @@ from ullage_operator.sweep import Sweeper
 from . import front
 from .board import Board
 from .chat import ChatClient
+from .diary import Diary
 from .launch import (
     Launcher,
     Places,
@@ -60,13 +61,14 @@ async def up(options: UpOptions, screen: Screen) -> Ending:
 
     Raises:
         InputError: what was given cannot work; nothing was left running.
-        BrokenLoop: a part died before the service was up.
+        BrokenLoop: a part died before the service was up, or broke in a way that nobody foresaw.
     """
     service = read_manifest(options.manifest)
     check_machine(service)
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         state = stack.enter_context(state_folder(options.state_dir or Path(".ullage") / service.metadata.name))
+        diary = stack.enter_context(Diary(state / "logs" / "ullage.log"))
         records = RecordFolder(state / "remediations")
         records.open()
         screen = stack.enter_context(screen)
@@ -92,6 +94,7 @@ async def up(options: UpOptions, screen: Screen) -> Ending:
             targets=[replica.target for replica in replicas],
             sweeper=Sweeper(service=service, agents=agents, records=records, clock=time.time),
             records=records,
+            diary=diary,
             supervisor=supervisor,
             board=board,
             screen=screen,

@@ -183,7 +183,9 @@ async def test_the_demo_from_start_to_end(place: Place, replicas: int) -> None:
     assert run.result["remediations"] == len(records) > 0
     assert run.result["blocks_freed"] == sum(each["status"].get("blocksFreed", 0) for each in records) > 0
     assert run.result["bytes_freed"] == run.result["blocks_freed"] * 1000
-    assert any("* decided: evict 20 %" in line for line in run.lines)
+    shares = [each["spec"]["parameters"]["ratio"] for each in records if each["spec"]["action"] == "evict"]
+    assert min(shares) >= 0.2  # of the hot blocks, and the cached ones besides
+    assert all(any(f"* decided: evict {share * 100:.0f} %" in line for line in run.lines) for share in shares)
     assert any("* done: evict" in line for line in run.lines)
     if replicas == 2:
         assert all("pid" in place.log(f"engine-{index}") for index in range(2))
@@ -214,7 +216,7 @@ async def test_a_record_that_an_earlier_run_left_running_is_ended_and_does_not_c
         run.process.send_signal(signal.SIGINT)
         assert await run.end() == 0
     assert [run.result[key] for key in ("remediations", "bytes_freed", "blocks_freed")] == [0, 0, 0]
-    assert not any(" * " in line for line in run.lines), run.lines
+    assert not any(" * " in line for line in run.lines), "\n".join(run.lines)
     [record] = place.records()
     assert Remediation.read(record).final
 
@@ -400,6 +402,22 @@ async def test_an_engine_that_dies_later_ends_the_run_with_its_last_words(place:
     assert "ended with status 3: " in errors
     assert "fatal: the stub was told to die (log: " in errors
     assert run.result["requests_failed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "part"), [("starting", "ullage_cli.up"), ("update", "sweeps"), ("__exit__", "__main__")]
+)
+async def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(place: Place, method: str, part: str) -> None:
+    async with driving(place, "serve", "--demo-load", f"--broken={method}") as run:
+        assert await run.end() == 1
+        assert_clean(place)
+        errors = await run.errors()
+    log = place.state / "logs" / "ullage.log"
+    assert errors == f"error: {part} broke: ValueError: broken on purpose (log: {log})\n"
+    assert "Traceback" in log.read_text()
+    assert "in broken" in log.read_text()
+    if method == "update":
+        assert list(run.result) == RESULT_KEYS
 
 
 async def test_failed_requests_are_counted_named_and_set_the_status(place: Place) -> None:
