@@ -72,6 +72,7 @@ class Keeper:
     def __init__(self, key: ServiceKey, office: Office) -> None:
         self._key = key
         self._office = office
+        self._posts: set[asyncio.Task[None]] = set()
         self._log = Named(log, str(key))
         self._round_began: float | None = None
         self._woken = asyncio.Event()
@@ -103,6 +104,12 @@ class Keeper:
 
     async def run(self) -> None:
         """Keep the service until it is deleted or this task is cancelled. A failed round is tried again."""
+        try:
+            await self._rounds()
+        finally:
+            await asyncio.gather(*self._posts, return_exceptions=True)
+
+    async def _rounds(self) -> None:
         failures = 0
         while True:
             try:
@@ -243,11 +250,17 @@ class Keeper:
         if news and not quiet and self._service is not None:
             told = decision_event(self._service, decision, now=self._office.clock())
             self._log.info("%s: %s: %s", decision.verdict, decision.reason.value, decision.message)
-            await self._post(told)
+            self._post_soon(told)
 
     async def _tell(self, service: InferenceService, reason: str, message: str) -> None:
         self._log.warning("%s: %s", reason, message)
-        await self._post(event(service, kind="Warning", reason=reason, message=message, now=self._office.clock()))
+        self._post_soon(event(service, kind="Warning", reason=reason, message=message, now=self._office.clock()))
+
+    def _post_soon(self, told: Object) -> None:
+        """Events are news: the next sweep does not wait for them."""
+        task = asyncio.create_task(self._post(told))
+        self._posts.add(task)
+        task.add_done_callback(self._posts.discard)
 
     async def _post(self, told: Object) -> None:
         try:

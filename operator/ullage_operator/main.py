@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from asyncio import sslproto
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 
@@ -39,6 +40,10 @@ from ullage_operator.settings import parse
 
 USAGE_STATUS = 2
 LOST_STATUS = 1
+WATCH_STOP_S = 5.0
+"""Seconds for the watches to end; nothing acts any more by then."""
+TLS_BUFFER_BYTES = 16 * 1024
+"""Read buffer of one TLS connection: a record's size, in place of asyncio's 256 KiB for each of thousands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,6 +148,8 @@ class Run:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await self._keepers.close()
+            self._stop.set()
+            await asyncio.wait({watch}, timeout=WATCH_STOP_S)  # kopf ends its watches in order
             for task in tasks | ends:
                 task.cancel()
             await asyncio.gather(*(tasks | ends), return_exceptions=True)
@@ -224,6 +231,7 @@ def _prepare_environment(arguments: argparse.Namespace) -> None:
     # kopf asks for the user's name, which a UID without a passwd entry has only from here; and its login reads the
     # kubeconfig's path from the environment alone.
     os.environ.setdefault("USER", "ullage-operator")
+    sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES  # there is no other setting for it
     if arguments.kubeconfig is not None:
         os.environ["KUBECONFIG"] = str(arguments.kubeconfig)
 
