@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,10 +39,13 @@ from ullage_operator.status import invalid_status, merge_body, observed_status
 from ullage_operator.sweep import Sweeper, SweepResult
 from ullage_operator.targets import agent_targets
 
-RESYNC_S = 60.0
-"""Seconds after which everything is reconciled without being woken: repairs what a lost watch event hid."""
+RESYNC_S = 300.0
+"""Seconds after which everything is reconciled without being woken: repairs what a lost watch event hid, and children
+that are not watched. Each service's turn comes up to a fifth earlier, so that they do not all come at once."""
 BLOCKED_RESYNC_S = 5.0
 """The same while somebody else's object stands in the way: its removal wakes nobody."""
+RECONCILES = 8
+"""Services reconciled at once."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits after consecutive failed rounds."""
 
@@ -60,6 +64,8 @@ class Office:
     clock: Callable[[], float]
     limiter: asyncio.Semaphore
     sweep_seconds: float
+    reconciling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(RECONCILES))
+    """Bounds how many services are reconciled at once: a start with thousands must not choke the API server."""
     budget: Budget
     pods: Book = field(default_factory=Book)
     records: Book = field(default_factory=Book)
@@ -144,9 +150,11 @@ class Keeper:
         due = self._woken.is_set() or time.monotonic() - self._reconciled_at >= resync
         if due:
             self._woken.clear()
-            if not await self._refresh():
-                return False
-            self._reconciled_at = time.monotonic()
+            async with self._office.reconciling:
+                if not await self._refresh():
+                    return False
+            earlier = 0.0 if self._problem else random.uniform(0, RESYNC_S / 5)  # noqa: S311  no secret
+            self._reconciled_at = time.monotonic() - earlier
         sweep = await self._sweep()
         if not self._invalid:
             await self._write_status(sweep)

@@ -15,7 +15,7 @@ from ullage_operator.kube import Cluster, Object
 from ullage_operator.model import InferenceService, Remediation
 from ullage_operator.remediation import SERVICE_LABEL
 
-RELIST_S = 30.0
+RELIST_S = 120.0
 """Seconds after which records are listed anew instead of trusted to the watch."""
 
 log = logging.getLogger(__name__)
