@@ -52,11 +52,16 @@ class CertificateError(OperatorError):
 
 
 class ClusterError(OperatorError):
-    """The Kubernetes API refused a call, or did not answer (`status` is None then)."""
+    """The Kubernetes API refused a call, or did not answer (`status` is None then).
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    `about` is the object's name where the answer names one: only then does a 404 say that it is not there. A server
+    that is starting answers 404 for kinds that it has not loaded yet.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, about: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.about = about
 
 
 class Blocked(ClusterError):

@@ -57,7 +57,7 @@ class Cluster:
         try:
             return await self._call("GET", _path(kind, namespace, name, version=version))
         except ClusterError as error:
-            if error.status == 404:
+            if error.status == 404 and error.about == name:
                 return None
             raise
 
@@ -103,7 +103,7 @@ class Cluster:
         try:
             await self._call("DELETE", _path(kind, namespace, name))
         except ClusterError as error:
-            if error.status != 404:
+            if error.status != 404 or error.about != name:
                 raise
 
     async def resources(self, group_version: str) -> frozenset[str]:
@@ -151,8 +151,9 @@ def _answer(call: str, status: int, data: bytes) -> Object:
     except ValueError as error:
         raise ClusterError(f"{call}: HTTP {status} without JSON", status=status) from error
     if status >= 400:
-        message = answer.get("message") if isinstance(answer, dict) else None
-        raise ClusterError(f"{call}: HTTP {status}: {message or 'no message'}", status=status)
+        known = answer if isinstance(answer, dict) else {}
+        about = (known.get("details") or {}).get("name")
+        raise ClusterError(f"{call}: HTTP {status}: {known.get('message') or 'no message'}", status=status, about=about)
     if not isinstance(answer, dict):
         raise ClusterError(f"{call}: the answer is not an object", status=status)
     return answer

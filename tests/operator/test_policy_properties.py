@@ -88,7 +88,9 @@ class World:
         if decision.execute is not None:
             self._save(self._answer(decision.execute, step.answer))
         open_records = [r for r in self.records.values() if not r.final]
-        assert len(open_records) <= 1
+        assert sum(r.status.phase == "Running" for r in open_records) <= 1
+        proposed = [r.spec.action for r in open_records if r.status.phase != "Running"]
+        assert len(set(proposed)) == len(proposed), "one question at a time for each action"
         for name in surplus(tuple(self.records.values()), limit=2, now=self.now):
             assert self.records[name].final
             del self.records[name]
