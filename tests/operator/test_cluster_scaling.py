@@ -328,7 +328,9 @@ def test_an_api_server_killed_in_the_middle_of_everything(own_plane: ControlPlan
         Kubelet(own_plane, "default", tmp_path / "node", engines=lambda n: scenario) as node,
     ):
         kubectl.apply(service(replicas={"min": 1, "max": 1}, settleSeconds=3))
-        eventually("a running record", lambda: [r for r in records(kubectl, "evict") if r["status"].get("answeredAt")])
+        eventually(
+            "a running record", lambda: [r for r in records(kubectl, "evict") if r.get("status", {}).get("answeredAt")]
+        )
         own_plane.kill_apiserver()
 
         def errors() -> float:
