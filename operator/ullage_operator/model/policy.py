@@ -27,8 +27,8 @@ class EvictPolicy(ActionPolicy):
     """First rung of the ladder: drop cold blocks."""
 
     ratio: float = Field(default=0.2, gt=0, le=1)
-    """Share of the blocks to drop, above 0 up to 1: of the occupied ones; where admitted work outgrows the cache, of the
-    hot ones, after all cached ones."""
+    """Share of the blocks to drop, above 0 up to 1: of the occupied ones; where admitted work outgrows the cache, of
+    the hot ones, after all cached ones."""
 
 
 class CompactPolicy(ActionPolicy):
