@@ -263,6 +263,8 @@ class FakeCore:
                 began = time.monotonic()
                 progress = [self._step(request_id) for request_id in tuple(self._live)]
                 self._tell(sum(progress), time.monotonic() - began)
+                if any(progress):
+                    self._changed.notify_all()  # whoever waits for a condition looks again
                 self._changed.wait(STEP_S if any(progress) else None)
 
     def _tell(self, tokens: int, duration_s: float) -> None:

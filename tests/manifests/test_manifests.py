@@ -32,18 +32,20 @@ def only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 def test_the_default_holds_everything() -> None:
     kinds = sorted(obj["kind"] for obj in render("default"))
     assert kinds == sorted(
-        ["Namespace", "ServiceAccount", "ClusterRoleBinding", "Deployment"]
+        ["Namespace", "ServiceAccount", "ClusterRoleBinding", "Deployment", "Service"]
+        + ["Role", "RoleBinding", "ValidatingWebhookConfiguration"]
         + ["ClusterRole"] * 3
         + ["CustomResourceDefinition"] * 2
     )
 
 
-def test_the_operator_is_locked_down_and_alone() -> None:
+def test_the_operator_is_locked_down_and_one_of_its_copies_decides() -> None:
     deployment = only(render("operator"), "Deployment")
-    assert deployment["spec"]["replicas"] == 1
-    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    assert deployment["spec"]["replicas"] == 2
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert "--leader-elect" in container["args"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
