@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from ullage_engine import attention
+from ullage_engine import attention, measure
 from ullage_engine.build import build_engine
 from ullage_engine.centring import fingerprint, key_means
 from ullage_engine.config import EngineConfig
 from ullage_engine.engine import Engine
+from ullage_engine.errors import ConfigError
 from ullage_engine.layout import BlockStore, CacheLayout
 from ullage_engine.measure import measure_step
 from ullage_engine.models import shape_of
@@ -134,3 +135,25 @@ def test_engine_built_from_a_folder_with_these_settings(tmp_path: Any, options: 
         assert (engine._runner.store.centre is not None) == options.get("kv_centring", False)  # type: ignore[attr-defined]
     finally:
         loaded.close()
+
+
+def test_a_model_that_caps_its_logits_cannot_be_centred(tmp_path: Any) -> None:
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+    )
+    config.architectures = ["Gemma2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--kv-centring: this model caps its attention logits"):
+        build_engine(EngineConfig(model=str(tmp_path), kv_memory=1 << 20, kv_centring=True))
+
+
+def test_a_system_without_a_resettable_peak_still_starts(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(measure, "CLEAR_REFS", tmp_path / "none" / "clear_refs")
+    model = biased_qwen()
+    model.set_attn_implementation(attention.NAME)
+    assert measure_step(model, CacheLayout(2, 2, HEAD, 8), tokens=16, sequences=2, device=torch.device("cpu")) >= 0
+    assert "cannot be written" in caplog.text
