@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from .errors import CliError, InputError
+from .plan.command import plan
 
 if TYPE_CHECKING:
     from .session import Ending
@@ -71,6 +72,9 @@ def up(
         raise InputError(f"--duration: {duration:g} is not above 0; give seconds")
     options = UpOptions(manifest=manifest, demo_load=demo_load, state_dir=state_dir, duration_s=duration)
     raise typer.Exit(run_up(options, plain=plain))
+
+
+app.command()(plan)
 
 
 @app.command()
