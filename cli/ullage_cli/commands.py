@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from .doctor.command import doctor
 from .errors import CliError, InputError
 from .plan.command import plan
+from .top.command import top
 
 if TYPE_CHECKING:
     from .session import Ending
@@ -75,6 +77,8 @@ def up(
 
 
 app.command()(plan)
+app.command()(doctor)
+app.command()(top)
 
 
 @app.command()

@@ -36,6 +36,7 @@ from .pace import LoadPlan
 from .preflight import HOST, check_machine, port_taken, read_manifest
 from .processes import Supervisor
 from .records import RecordFolder
+from .running import announced
 from .scratch import scratch_folder, state_folder
 from .screen import Screen
 from .session import Ending, Session
@@ -85,6 +86,7 @@ async def up(options: UpOptions, screen: Screen) -> Ending:
             return Ending(interrupted=True)
         url = await _address(service, replicas, stack)
         _announce(screen, url, replicas)
+        stack.enter_context(announced(state, service, [(replica.name, replica.metrics_url) for replica in replicas]))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         agents = AgentClient(http, credentials.token, certificates.client_context(credentials))
         board = Board(pod_uids=[replica.target.uid for replica in replicas])

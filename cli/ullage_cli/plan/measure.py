@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -34,6 +36,7 @@ from .sums import Pace, token_bytes
 
 BATCHES = (1, 2, 4, 8)
 ANSWER_TOKENS = 32
+WARM_UP_TOKENS = 8
 ROWS = {"bf16": "fp16", "fp8": "fp8", "int8": "int8"}
 """Cache types of the engine, and the row of the plan that each stands for."""
 
@@ -97,7 +100,7 @@ async def ask(
     """Measure one engine that serves."""
     facts = await client.facts()
     steps = []
-    await client.answer(1, 4, clock)  # the first requests of a process are slower
+    await client.answer(1, WARM_UP_TOKENS, clock)  # the first requests of a process are slower
     for count in BATCHES:
         seconds = step_seconds(await client.answer(count, ANSWER_TOKENS, clock))
         if seconds is not None:
@@ -110,15 +113,15 @@ async def ask(
 def step_seconds(streams: Sequence[Sequence[float]]) -> float | None:
     """Seconds of a step while all of several streams ran, from the times their tokens came; None: never all.
 
-    From the moment the last one began to the moment the first one ended, each step gave every stream one token.
+    From the moment the last one began to the moment the first one ended, each step gave every stream one token: the
+    median of the pauses, which a machine that was busy for a moment does not bend.
     """
     if any(len(times) < 2 for times in streams):
         return None
     began, ended = max(times[0] for times in streams), min(times[-1] for times in streams)
-    tokens = sum(sum(began < at <= ended for at in times) for times in streams)
-    if ended <= began or tokens == 0:
-        return None
-    return (ended - began) * len(streams) / tokens
+    within = [[at for at in times if began <= at <= ended] for times in streams]
+    pauses = [later - earlier for times in within for earlier, later in pairwise(times)]
+    return (median(pauses) or None) if pauses else None
 
 
 def line(points: Sequence[tuple[int, float]]) -> Pace:
@@ -162,7 +165,7 @@ def on_measured_pool(request: Request, runs: Sequence[Run]) -> Request:
         raise InputError("--measure: the engine does not tell its cache's size; say --gpu or --memory")
     weights = make_plan(request).weight_bytes
     machine = replace(request.machine, name=f"measured KV cache of {report.size(pool)} beside the weights", reserve=0.0)
-    return replace(request, machine=replace(machine, memory_bytes=pool + weights), count_step=False)
+    return replace(request, machine=replace(machine, memory_bytes=pool + weights), count_step=False, on_pool=True)
 
 
 def text(runs: Sequence[Run], request: Request) -> str:
@@ -176,8 +179,12 @@ def text(runs: Sequence[Run], request: Request) -> str:
         rows.append([run.row or "?", formula, told, *(steps.get(count, "–") for count in BATCHES), _growth(run)])
     header = ["measured", "B/token by formula", "B/token told", *(f"step of {n}" for n in BATCHES), "grows"]
     names = ", ".join(dict.fromkeys(run.facts.model for run in runs))
-    return f"{columns(header, rows)}\nmeasured with {names}: {ANSWER_TOKENS} tokens for each sequence; steps of more \
-sequences than were run follow a straight line through these."
+    notes = [f"note: {ANSWER_TOKENS} tokens for each sequence of {names}; larger batches follow a line through these"]
+    if any(run.steps[-1].seconds < run.steps[0].seconds for run in runs):
+        notes.append(
+            "note: a step of several took less than a step of one: the machine was busy otherwise. Run it again."
+        )
+    return "\n".join([columns(header, rows), *notes])
 
 
 def _growth(run: Run) -> str:

@@ -32,6 +32,8 @@ class Request:
     """A step with an 8-bit cache; None: the same."""
     count_step: bool = True
     """Whether activations and logits are counted."""
+    on_pool: bool = False
+    """Whether the memory is that of a cache that was set up already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,11 @@ def make_plan(request: Request, measured: dict[str, Measured] | None = None) -> 
         weight_source=source,
         memory=memory,
         fits=tuple(fits),
-        notes=(*model_notes(request), *machine_notes(request, fits), *pace_notes(fits, request)),
+        notes=(
+            *model_notes(request),
+            *machine_notes(request, fits),
+            *([] if measured else pace_notes(fits, request)),
+        ),
     )
 
 
@@ -144,7 +150,7 @@ def model_notes(request: Request) -> list[str]:
 def machine_notes(request: Request, fits: Sequence[Fit]) -> list[str]:
     """What to know about the machine's memory."""
     notes, machine = [], request.machine
-    if machine.reserve == 0 or not request.count_step:
+    if (machine.reserve == 0 or not request.count_step) and not request.on_pool:
         notes.append(
             "Nothing, or not all, is set aside for activations, logits, the driver and the allocator; servers leave "
             "about a tenth of the memory."
