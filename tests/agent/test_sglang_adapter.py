@@ -18,7 +18,8 @@ def exposition(*, rank: str = "0", tp: str = "0", used: int = 600, evictable: in
         "kv_used_tokens": used,
         "kv_evictable_tokens": evictable,
         "kv_available_tokens": available,
-        "token_usage": used / 1000,
+        "token_usage": 0.97,
+        "full_token_usage": used / 1000,
         "num_running_reqs": 7,
         "num_queue_reqs": 2,
         "num_retracted_requests_total": 3,
@@ -57,15 +58,44 @@ def test_tensor_parallel_workers_count_once_and_data_parallel_ranks_add_up() -> 
     assert parse_metrics(text.encode(), 5.0).histograms["ttft"].count == 20
 
 
+def test_parts_by_priority_do_not_count_beside_the_whole() -> None:
+    parts = "".join(
+        f'sglang:num_running_reqs{{dp_rank="0",model_name="m",priority="{priority}",tp_rank="0"}} {count}\n'
+        for priority, count in (("", 7), ("10", 2), ("20", 5))
+    )
+    text = re.sub(r"sglang:num_running_reqs.*\n", parts, exposition())
+    assert parse_metrics(text.encode(), 5.0).snapshot.running == 7
+
+
+def test_streaming_and_other_requests_add_up() -> None:
+    split = "num_requests_total|time_to_first_token"
+    others = [
+        line.replace("{", '{is_streaming="true",') for line in exposition().splitlines() if re.search(split, line)
+    ]
+    reading = parse_metrics((exposition() + "\n".join(others) + "\n").encode(), 5.0)
+    assert reading.snapshot.finished_total == 80
+    assert reading.histograms["ttft"].count == 20
+
+
+def test_decoded_tokens_are_known_before_requests_end() -> None:
+    labels = 'dp_rank="0",model_name="m",tp_rank="0"'
+    more = "".join(
+        f'sglang:realtime_tokens_total{{{labels},mode="{mode}"}} {count}\n'
+        for mode, count in (("prefill_compute", 9000), ("decode", 1500))
+    )
+    assert parse_metrics((exposition() + more).encode(), 5.0).snapshot.generated_tokens_total == 1500
+
+
 def test_an_older_version_says_usage_alone() -> None:
-    lines = [line for line in exposition().splitlines() if ":kv_" not in line]
+    text = re.sub(r"sglang:token_usage.*\n", "", exposition()).replace("full_token_usage", "token_usage")
+    lines = [line for line in text.splitlines() if ":kv_" not in line]
     reading = parse_metrics("\n".join(lines).encode(), 5.0)
     assert reading.violations == ()
     assert (reading.snapshot.hot_blocks, reading.snapshot.free_blocks) == (600, None)
 
 
 def test_an_engine_that_disagrees_with_itself_is_not_believed() -> None:
-    text = re.sub(r"(sglang:token_usage{.*}) .*", r"\g<1> 0.2", exposition())
+    text = re.sub(r"(sglang:full_token_usage{.*}) .*", r"\g<1> 0.2", exposition())
     reading = parse_metrics(text.encode(), 5.0)
     assert reading.snapshot.hot_blocks is None
     assert [(v.metric, v.problem) for v in reading.violations] == [("sglang:kv_used_tokens", "out_of_range")]
@@ -74,7 +104,7 @@ def test_an_engine_that_disagrees_with_itself_is_not_believed() -> None:
 @pytest.mark.parametrize(
     ("metric", "value", "attribute", "problem"),
     [
-        ("token_usage", "NaN", None, "not_finite"),
+        ("full_token_usage", "NaN", None, "not_finite"),
         ("num_queue_reqs", "+Inf", "waiting", "not_finite"),
         ("num_running_reqs", "-1", "running", "out_of_range"),
         ("max_total_num_tokens", "0", "total_blocks", "out_of_range"),

@@ -37,6 +37,8 @@ class ExpositionContract:
     """Label that tells data-parallel ranks apart."""
     replica_labels: tuple[str, ...] = ()
     """Labels of parallel workers that all report the same thing: the greatest of their values counts."""
+    part_labels: tuple[str, ...] = ()
+    """Labels that, where they say anything, mark a part of a number that is told as a whole too: left out."""
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -71,6 +73,8 @@ def parse_exposition(body: bytes, contract: ExpositionContract, path: str) -> Ex
     try:
         for family in text_string_to_metric_families("\n".join(wanted) + "\n"):
             for sample in family.samples:
+                if any(sample.labels.get(label) for label in contract.part_labels):
+                    continue
                 result.samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except (ValueError, IndexError, KeyError) as error:
         raise EngineProtocolError(f"{path}: not a Prometheus exposition ({error})") from error
@@ -87,11 +91,21 @@ def find(exposition: Exposition, promised: Field, ledger: Ledger) -> list[tuple[
 
 
 def by_rank(
-    exposition: Exposition, promised: Field, contract: ExpositionContract, ledger: Ledger
+    exposition: Exposition,
+    promised: Field,
+    contract: ExpositionContract,
+    ledger: Ledger,
+    *,
+    where: tuple[str, str] | None = None,
 ) -> dict[str, Scalar | None]:
-    """A promised number of each rank: summed over other labels, the greatest of replicas. None: a part is bad."""
+    """A promised number of each rank: summed over other labels, the greatest of replicas. None: a part is bad.
+
+    `where` is a label and the value that samples must have to count.
+    """
     ranks: dict[str, dict[tuple[str, ...], Scalar | None]] = {}
     for labels, raw in find(exposition, promised, ledger):
+        if where is not None and labels.get(where[0]) != where[1]:
+            continue
         value = ledger.accept(promised, whole(raw) if promised.kind == "int" else float(raw))
         replicas = ranks.setdefault(labels.get(contract.rank_label, ""), {})
         replica = tuple(labels.get(name, "") for name in contract.replica_labels)
@@ -146,18 +160,18 @@ def _histogram(samples: list[tuple[Labels, float]], contract: ExpositionContract
             series.setdefault(key, []).append((float(labels.get("le", "nan")), float(count)))
         except ValueError:
             return None
-    ranks: dict[str, Histogram] = {}
-    others: list[Histogram] = []
+    ranks: dict[str, dict[tuple[str, ...], list[Histogram]]] = {}
     for key, pairs in series.items():
-        part = from_cumulative(pairs)
+        part, named = from_cumulative(pairs), dict(key)
         if part is None:
             return None
-        if contract.replica_labels:  # parallel workers say the same thing: keep the one that says most
-            rank = dict(key).get(contract.rank_label, "")
-            ranks[rank] = max(part, ranks.get(rank, part), key=lambda item: item.count)
-        else:
-            others.append(part)
-    return add([*ranks.values(), *others])
+        replica = tuple(named.get(name, "") for name in contract.replica_labels)
+        ranks.setdefault(named.get(contract.rank_label, ""), {}).setdefault(replica, []).append(part)
+    sums = [[add(parts) for parts in replicas.values()] for replicas in ranks.values()]
+    if any(whole is None for replicas in sums for whole in replicas):
+        return None
+    # parallel workers say the same thing: keep the one that says most
+    return add(max((w for w in replicas if w is not None), key=lambda item: item.count) for replicas in sums)
 
 
 def _plus(one: Scalar | None, other: Scalar | None) -> Scalar | None:

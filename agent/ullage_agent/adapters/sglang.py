@@ -1,5 +1,10 @@
 """Adapter of SGLang 0.5: exposition, admin routes and gate, as for vLLM. From its source, not from a running one.
 
+Names and labels are those of `python/sglang/srt/observability/metrics_collector.py` as of 2026: counters of tokens and
+requests move when a request ends and are split by `is_streaming`; `realtime_tokens_total` moves with every batch; with
+priority scheduling the queue's numbers come once whole (`priority=""`) and once more in parts. Gauges are pushed with
+each prefill and every few dozen decode steps, and stand still while the engine idles.
+
 Blocks here are tokens: SGLang counts its pool in tokens and pages it by one unless told otherwise. Used, evictable
 and available tokens make the pool, so hot, reclaimable and free are all known; older versions say `token_usage`
 alone, and then free and reclaimable stay unknown. Every tensor-parallel worker may report the same numbers: the
@@ -34,9 +39,16 @@ CAPACITY = Field(attribute="total_blocks", source="sglang:max_total_num_tokens",
 USED = Field(attribute="hot_blocks", source="sglang:kv_used_tokens", aliases=("sglang:num_used_tokens",), nullable=True)
 EVICTABLE = Field(attribute="reclaimable_blocks", source="sglang:kv_evictable_tokens", nullable=True)
 AVAILABLE = Field(attribute="free_blocks", source="sglang:kv_available_tokens", nullable=True)
-USAGE = Field(attribute="usage", source="sglang:token_usage", kind="float", high=1.0)
+USAGE = Field(
+    attribute="usage",
+    source="sglang:full_token_usage",
+    kind="float",
+    high=1.0,
+    aliases=("sglang:token_usage",),  # of the fullest pool, which in hybrid models need not be this one
+)
 RUNNING = Field(attribute="running", source="sglang:num_running_reqs")
 WAITING = Field(attribute="waiting", source="sglang:num_queue_reqs")
+REALTIME = Field(attribute="decoded_tokens", source="sglang:realtime_tokens_total", nullable=True)
 START_TIME = Field(attribute="start", source="process_start_time_seconds", kind="float", nullable=True)
 
 COUNTERS: tuple[Field, ...] = (
@@ -53,7 +65,7 @@ COUNTERS: tuple[Field, ...] = (
 
 CONTRACT = ExpositionContract(
     prefix="sglang:",
-    fields=(CAPACITY, USED, EVICTABLE, AVAILABLE, USAGE, RUNNING, WAITING, START_TIME, *COUNTERS),
+    fields=(CAPACITY, USED, EVICTABLE, AVAILABLE, USAGE, RUNNING, WAITING, REALTIME, START_TIME, *COUNTERS),
     histograms=(
         ("ttft", ("sglang:time_to_first_token_seconds",)),
         ("inter_token", ("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds")),
@@ -62,7 +74,8 @@ CONTRACT = ExpositionContract(
         ("prompt_tokens", ("sglang:prompt_tokens_histogram",)),
     ),
     rank_label="dp_rank",
-    replica_labels=("tp_rank", "pp_rank"),
+    replica_labels=("tp_rank", "pp_rank", "moe_ep_rank"),
+    part_labels=("priority",),
 )
 
 USAGE_TOLERANCE = 0.02
@@ -89,6 +102,9 @@ def parse_metrics(body: bytes, sampled_at: float) -> Reading:
         **{name: total(found[name]) if complete else None for name in ("free_blocks", "reclaimable_blocks")},
         **{promised.attribute: total(found[promised.attribute]) for promised in COUNTERS},
     }
+    decoded = total(by_rank(exposition, REALTIME, CONTRACT, ledger, where=("mode", "decode")))
+    if decoded is not None:
+        values["generated_tokens_total"] = decoded
     if values["prefix_hit_tokens_total"] is not None:
         values["prefix_query_tokens_total"] = values["prompt_tokens_total"]
     snapshot = build_snapshot(values, sampled_at=sampled_at, in_flight=None, ledger=ledger, ranks=_ranks(found, hot))
