@@ -36,6 +36,8 @@ def files(settings: Settings) -> dict[str, str]:
 def board_json(board: build.Dashboard) -> str:
     """A dashboard as Grafana imports it."""
     content = json.loads(json.dumps(board.build(), cls=JSONEncoder))
+    for number, panel in enumerate(content["panels"], start=1):
+        panel["id"] = number  # links to a panel name it
     for mark in content.get("annotations", {}).get("list", []):
         if mark.get("expr"):  # of Prometheus's annotations the SDK knows the query alone
             mark["titleFormat"] = "{{action}} {{outcome}}"
