@@ -20,6 +20,7 @@ import typer
 from .doctor.command import doctor
 from .errors import CliError, InputError
 from .plan.command import plan
+from .replay.command import replay
 from .top.command import top
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def up(
 app.command()(plan)
 app.command()(doctor)
 app.command()(top)
+app.command()(replay)
 
 
 @app.command()
