@@ -19,6 +19,7 @@ import typer
 
 from .doctor.command import doctor
 from .errors import CliError, InputError
+from .explain.command import explain
 from .plan.command import plan
 from .replay.command import replay
 from .top.command import top
@@ -81,6 +82,7 @@ app.command()(plan)
 app.command()(doctor)
 app.command()(top)
 app.command()(replay)
+app.command()(explain)
 
 
 @app.command()

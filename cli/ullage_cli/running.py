@@ -1,6 +1,7 @@
 """Where other commands find a service that `ullage up` runs: a small file in its state folder while it serves.
 
-The file names the process, so that one that a killed run left behind is not believed.
+The file names the process, so that one that a killed run left behind is not believed. It stays when the run ends,
+without a process, so that the service of old records can still be read.
 """
 
 from __future__ import annotations
@@ -27,15 +28,12 @@ def announced(state: Path, service: InferenceService, replicas: Sequence[tuple[s
         "service": written,
         "replicas": [{"name": name, "metrics": url} for name, url in replicas],
     }
-    file = state / NAME
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    unfinished.replace(file)
+    _write(state / NAME, content)
     try:
         yield
     finally:
         with suppress(OSError):
-            file.unlink()
+            _write(state / NAME, content | {"pid": 0})
 
 
 def read_running(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -51,7 +49,23 @@ def read_running(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     return found
 
 
+def service_of(state: Path) -> Any:
+    """The service of a state folder, whether it runs or not; None where none is told."""
+    try:
+        return json.loads((state / NAME).read_text(encoding="utf-8")).get("service")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    unfinished.replace(file)
+
+
 def _alive(pid: int) -> bool:
+    if pid <= 0:
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
