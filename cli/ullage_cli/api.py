@@ -1,6 +1,6 @@
 """The Kubernetes API as `top`, `doctor` and `explain` read it: plain JSON by path, with kubectl's own configuration.
 
-Reading only, but for reviews of access, which change nothing.
+Reading only, but for reviews of access, which change nothing, and the approval of a remediation.
 """
 
 from __future__ import annotations
@@ -83,12 +83,18 @@ class Api:
         """Send an object, such as a review, and take the answer."""
         return await self._json("POST", path, body)
 
+    async def merge(self, path: str, body: Object) -> Object:
+        """Merge into an object; with a resourceVersion in `body` only if that is still the present one (else 409)."""
+        return await self._json("PATCH", path, body, "application/merge-patch+json")
+
     async def text(self, path: str) -> str:
         """An answer that is not JSON, such as metrics read through the API server."""
         return (await self._call("GET", path, None)).decode(errors="replace")
 
-    async def _json(self, method: str, path: str, body: Object | None = None) -> Object:
-        data = await self._call(method, path, body)
+    async def _json(
+        self, method: str, path: str, body: Object | None = None, content: str = "application/json"
+    ) -> Object:
+        data = await self._call(method, path, body, content)
         try:
             answer = json.loads(data)
         except ValueError as error:
@@ -97,8 +103,8 @@ class Api:
             raise ApiFailed(f"{method} {path}: the answer is not an object")
         return answer
 
-    async def _call(self, method: str, path: str, body: Object | None) -> bytes:
-        headers = {"Accept": "application/json, text/plain, */*", "Content-Type": "application/json"}
+    async def _call(self, method: str, path: str, body: Object | None, content: str = "application/json") -> bytes:
+        headers = {"Accept": "application/json, text/plain, */*", "Content-Type": content}
         url = f"{self.server}{path}"
         try:
             await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from .approve import approve
+from .completion import completion, prepare
 from .doctor.command import doctor
 from .errors import CliError, InputError
 from .explain.command import explain
@@ -83,6 +85,8 @@ app.command()(doctor)
 app.command()(top)
 app.command()(replay)
 app.command()(explain)
+app.command()(approve)
+app.command()(completion)
 
 
 @app.command()
@@ -138,7 +142,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode sees ?, not a traceback
     words = None if arguments is None else list(arguments)
-    return reporting(lambda: app(args=words, standalone_mode=False))
+    prepare()
+    plugin = Path(sys.argv[0]).name == "kubectl-ullage"
+    name = "kubectl ullage" if plugin else None
+    return reporting(lambda: app(args=words, prog_name=name, standalone_mode=False))
 
 
 def _complain(message: str, status: int) -> int:

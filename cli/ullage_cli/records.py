@@ -53,13 +53,7 @@ class RecordFolder:
     async def save(self, record: Remediation) -> None:
         """Create or replace the record's file; on disk when this returns."""
         final = self._path(record.metadata.name)
-        unfinished = final.with_name(f".{final.name}{_UNFINISHED}")
-        with unfinished.open("w", encoding="utf-8") as file:
-            yaml.safe_dump(record.write(), file, sort_keys=False, allow_unicode=True, width=110)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(final)
-        _sync_folder(self._folder)
+        replace_file(final, record)
         self._known[final.name] = (_version(final), record)
 
     async def delete(self, name: str) -> None:
@@ -89,6 +83,17 @@ class RecordFolder:
         if f"{record.metadata.name}{_SUFFIX}" != name:
             raise ValueError(f"metadata.name is {record.metadata.name!r}, which does not match the file's name")
         self._known[name] = (version, record)
+
+
+def replace_file(final: Path, record: Remediation) -> None:
+    """Write a record's file as a whole: whoever reads it sees the old one or the new one."""
+    unfinished = final.with_name(f".{final.name}.{os.getpid()}{_UNFINISHED}")
+    with unfinished.open("w", encoding="utf-8") as file:
+        yaml.safe_dump(record.write(), file, sort_keys=False, allow_unicode=True, width=110)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(final)
+    _sync_folder(final.parent)
 
 
 def _version(path: Path) -> tuple[int, int, int]:
