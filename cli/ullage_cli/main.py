@@ -19,6 +19,15 @@ def main() -> int:
     return run()
 
 
+def complete() -> int:
+    """`kubectl_complete-ullage`: answers kubectl, which completes `kubectl ullage …` by it."""
+    end_at_once_when_interrupted()
+    from .commands import run
+    from .completion import complete_plugin
+
+    return complete_plugin(sys.argv[1:], lambda: run())
+
+
 def end_at_once_when_interrupted() -> None:
     """Let SIGINT end this process as SIGTERM and SIGHUP do, unless whoever started it chose to ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..completion import remediation_names
 from ..options import Context, Kubeconfig, Namespace, OutputOption, where_of
 from ..tables import Output, as_json
 
@@ -19,7 +20,14 @@ STATE = Path(".ullage")
 
 
 def explain(
-    remediation: Annotated[str, typer.Argument(metavar="REMEDIATION", help="Name of a record, or its YAML file.")],
+    remediation: Annotated[
+        str,
+        typer.Argument(
+            metavar="REMEDIATION",
+            help="Name of a record, or its YAML file.",
+            autocompletion=remediation_names,
+        ),
+    ],
     namespace: Namespace = None,
     kubeconfig: Kubeconfig = None,
     context: Context = None,

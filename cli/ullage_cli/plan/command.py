@@ -8,17 +8,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..completion import starting
 from ..errors import InputError
 from ..tables import Output, as_json
+from .machines import GPUS
+from .planning import WEIGHT_BYTES
+from .shape import KNOWN
 
 if TYPE_CHECKING:
     from .planning import Plan
+
+_GPU_NAMES, _TYPES = starting(tuple(GPUS)), starting(tuple(WEIGHT_BYTES))
 
 
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Folder or config.json of a model, or a known name (see docs/cli.md)."),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Folder or config.json of a model, or a known name (docs/cli.md).",
+            autocompletion=starting(tuple(KNOWN)),
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Shape: layers.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Shape: query heads.")] = None,
@@ -28,12 +38,18 @@ def plan(
     intermediate: Annotated[int | None, typer.Option(min=1, help="Shape: width of the MLP.")] = None,
     vocabulary: Annotated[int | None, typer.Option(min=1, help="Shape: tokens known.")] = None,
     parameters: Annotated[str | None, typer.Option(metavar="N", help="Parameters, as 8e9.")] = None,
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Accelerator of the built-in table.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of the built-in table.", autocompletion=_GPU_NAMES),
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Accelerators that share the model (tensor parallel).")] = 1,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one: 80GB, 24GiB.")] = None,
     bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Memory bandwidth of one.")] = None,
     price: Annotated[float | None, typer.Option(min=0, metavar="$/H", help="Price of one an hour.")] = None,
-    weights: Annotated[str | None, typer.Option(metavar="TYPE", help="fp32, bf16, fp16, fp8, int8 or int4.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="fp32, bf16, fp16, fp8, int8, int4.", autocompletion=_TYPES),
+    ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and answer.")] = 2048,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Sequences at once; default: all that fit.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
