@@ -42,6 +42,12 @@ manifests: $(VENV)/.dev ## Generate the CRDs from the operator's model
 monitoring: $(VENV)/.dev ## Render alert rules and dashboards; RUNBOOKS=URL says where you publish docs/runbooks
 	PYTHONPATH=manifests/monitoring $(BIN)/python -m mixin --write manifests/monitoring --runbooks $(RUNBOOKS)
 
+monitoring-e2e: $(VENV)/.dev ## Real Prometheus and Alertmanager: an alert fires, the operator remedies, it resolves (about 2 minutes)
+	@result=$$(mktemp); trap 'rm -f "$$result"' EXIT; \
+	  ULLAGE_MONITORING_RESULT="$$result" $(BIN)/python -m pytest --quiet tests/monitoring/test_stack.py; \
+	  [ -s "$$result" ] || { echo "error: nothing was tried; the line above says what is missing" >&2; exit 1; }; \
+	  cat "$$result"
+
 clean: ## Remove what the targets above made (not the converted model in the user's cache folder)
 	rm -rf $(VENV) .ullage .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

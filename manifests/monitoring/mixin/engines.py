@@ -13,6 +13,18 @@ HISTOGRAMS = (
     "sglang:e2e_request_latency_seconds",
 )
 """Whole time of requests, as each engine names it."""
+FIRST_TOKEN = (
+    "ullage_engine_time_to_first_token_seconds",
+    "vllm:time_to_first_token_seconds",
+    "sglang:time_to_first_token_seconds",
+)
+BETWEEN_TOKENS = (
+    "ullage_engine_inter_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds",
+    "sglang:inter_token_latency_seconds",
+    "sglang:time_per_output_token_seconds",
+)
 
 HOT = "engine:llm_kv_cache_hot:ratio"
 PREEMPTIONS = "engine:llm_preemptions:rate2m"

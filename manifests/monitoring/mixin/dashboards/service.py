@@ -18,7 +18,7 @@ from mixin.dashboards.panels import (
     number,
     row,
 )
-from mixin.engines import HISTOGRAMS, HIT_RATIO, HOT, MEAN, P99
+from mixin.engines import BETWEEN_TOKENS, FIRST_TOKEN, HISTOGRAMS, HIT_RATIO, HOT, MEAN, P99
 
 SERVICE = 'namespace=~"$namespace",ullage_service=~"$service"'
 ENGINE = f'{SERVICE},pod=~"$pod"'
@@ -46,6 +46,19 @@ def _rate(counter: str, *more: str, by: str = "") -> str:
 def _share(metric: str, whole: str, *, by: str) -> str:
     used, limit = _engine(metric, 'state="used"'), _engine(metric, f'state="{whole}"')
     return f"max by ({by}) ({used} / ignoring (state) {limit})"
+
+
+def _buckets(histograms: tuple[str, ...]) -> str:
+    return " or ".join(f"rate({_engine(f'{name}_bucket')}[{RATE}])" for name in histograms)
+
+
+def _quantiles(histograms: tuple[str, ...], told: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for share, name in (("0.5", "P50"), ("0.9", "P90"), ("0.99", "P99")):
+        by_agent = _engine(told, f'quantile="{share}"')
+        expr = f"histogram_quantile({share}, sum by (le) ({_buckets(histograms)})) or max ({by_agent})"
+        found.append((expr, name))
+    return found
 
 
 def service_board() -> build.Dashboard:
@@ -180,13 +193,12 @@ def _risk(board: build.Dashboard) -> None:
 
 
 def _latency(board: build.Dashboard) -> None:
-    buckets = " or ".join(f"rate({name}_bucket{{{ENGINE}}}[{RATE}])" for name in HISTOGRAMS)
     board.with_row(row("Latency")).with_panel(
         heat(
             "Whole time of requests",
             "How many requests ended per second, by how long they took. From the engines' own histograms.",
             "s",
-            f"sum by (le) ({buckets})",
+            f"sum by (le) ({_buckets(HISTOGRAMS)})",
         )
     ).with_panel(
         lines(
@@ -199,16 +211,16 @@ def _latency(board: build.Dashboard) -> None:
     ).with_panel(
         lines(
             "Time to first token",
-            "By quantile over the last minute, on the slowest engine.",
+            "From the engines' own histograms over all chosen engines, else the agent's figure for the slowest.",
             "s",
-            (f"max by (quantile) ({_engine('llm_time_to_first_token_seconds')})", "{{quantile}}"),
+            *_quantiles(FIRST_TOKEN, "llm_time_to_first_token_seconds"),
         )
     ).with_panel(
         lines(
             "Time between tokens",
-            "By quantile over the last minute, on the slowest engine.",
+            "From the engines' own histograms over all chosen engines, else the agent's figure for the slowest.",
             "s",
-            (f"max by (quantile) ({_engine('llm_inter_token_seconds')})", "{{quantile}}"),
+            *_quantiles(BETWEEN_TOKENS, "llm_inter_token_seconds"),
         )
     )
 
