@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -74,6 +74,8 @@ class Snapshot:
     """Blocks kept only as prefix cache: supply, not pressure."""
     free_blocks: int | None = None
     largest_free_run_blocks: int | None = None
+    largest_allocation_blocks: int | None = None
+    """Most blocks that one allocation can have now, of free and reclaimable ones."""
     allocated_slots: int | None = None
     """Token slots in hot blocks."""
     filled_slots: int | None = None
@@ -358,20 +360,37 @@ _SHARES = frozenset({"recomputed_share", "prefix_hit_ratio", "psi_some_avg10", "
 """Numbers that are shares of a whole."""
 
 
-def _amount_problem(value: object, path: str) -> str | None:
+def _amount_problem(value: Any, path: str) -> str | None:
     """The first number of a message, nested ones included, that no peer can have meant."""
-    if not is_dataclass(value):
-        return None
-    for part in fields(value):
-        item, where = getattr(value, part.name), f"{path}.{part.name}"
-        highest = 1.0 if isinstance(value, Fragmentation) or part.name in _SHARES else math.inf
-        if isinstance(item, int | float):
-            if part.name not in _MAY_FALL and not 0 <= item <= highest:
-                return f"{where} is {item}, outside 0..{highest:g}"
+    for name, lowest, highest in _bounds(type(value)):
+        item = getattr(value, name)
+        if item is None or isinstance(item, str):
+            continue
+        if isinstance(item, (int, float)):
+            if not lowest <= item <= highest:
+                return f"{path}.{name} is {item}, outside {lowest:g}..{highest:g}"
         elif isinstance(item, tuple):
-            parts = (_amount_problem(entry, f"{where}[{index}]") for index, entry in enumerate(item))
+            parts = (_amount_problem(entry, f"{path}.{name}[{index}]") for index, entry in enumerate(item))
             if problem := next((found for found in parts if found), None):
                 return problem
-        elif problem := _amount_problem(item, where):
+        elif problem := _amount_problem(item, f"{path}.{name}"):
             return problem
     return None
+
+
+_BOUNDS: dict[type, tuple[tuple[str, float, float], ...]] = {}
+
+
+def _bounds(kind: type) -> tuple[tuple[str, float, float], ...]:
+    """Fields of a message's part, each with what a number in it may be; none of what is not one."""
+    if kind not in _BOUNDS:
+        _BOUNDS[kind] = _look_up_bounds(kind) if is_dataclass(kind) else ()
+    return _BOUNDS[kind]
+
+
+def _look_up_bounds(kind: Any) -> tuple[tuple[str, float, float], ...]:
+    shares = {part.name for part in fields(kind)} if kind is Fragmentation else _SHARES
+    return tuple(
+        (part.name, -math.inf if part.name in _MAY_FALL else 0.0, 1.0 if part.name in shares else math.inf)
+        for part in fields(kind)
+    )

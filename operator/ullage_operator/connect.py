@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
@@ -31,6 +33,11 @@ async def api_client(kubeconfig: Path | None) -> ApiClient:
         where = kubeconfig or "in-cluster or $KUBECONFIG"
         why = " ".join(str(error).split())
         raise SetupError(f"--kubeconfig: {where} cannot be used ({why}); give another") from error
+    host = urlsplit(configuration.host)
+    if configuration.proxy is None and not proxy_bypass(host.hostname or ""):
+        configuration.proxy = getproxies().get(host.scheme)
+    # Else aiohttp looks all that up anew, in a thread, at every single call.
+    configuration.client_session_kwargs = {"trust_env": False}
     return ApiClient(configuration)
 
 

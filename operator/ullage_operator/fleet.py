@@ -17,6 +17,8 @@ TRAFFIC_LABEL = "ullage.dev/traffic"
 TRAFFIC_ON, TRAFFIC_OFF = "on", "off"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 """Annotation by which a ReplicaSet chooses whom to remove: the lowest goes first."""
+ENDED = ("Succeeded", "Failed")
+"""Phases of a pod that runs no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +64,17 @@ class Fleet:
         return next((pod for pod in self.pods if pod.uid == uid), None)
 
 
-def fleet_of(pods: Iterable[Object]) -> Fleet:
-    """From objects of the API, those that ended left out."""
-    live = (pod for pod in pods if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"))
-    return Fleet(pods=tuple(sorted((_pod(pod) for pod in live), key=lambda pod: (pod.name, pod.uid))))
+def fleet_of(pods: Iterable[Pod | None]) -> Fleet:
+    """Of those that have not ended, in the order of their names."""
+    live = (pod for pod in pods if pod is not None)
+    return Fleet(pods=tuple(sorted(live, key=lambda pod: (pod.name, pod.uid))))
 
 
-def _pod(obj: Object) -> Pod:
+def read_pod(obj: Object) -> Pod | None:
+    """From an object of the API; None for one that has ended."""
     metadata, status = obj["metadata"], obj.get("status") or {}
+    if status.get("phase") in ENDED:
+        return None
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     ready = conditions.get("Ready") or {}
     is_ready = ready.get("status") == "True"

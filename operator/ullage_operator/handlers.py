@@ -11,13 +11,22 @@ from typing import Any
 
 import kopf
 
-from ullage_operator.book import Book, service_of
-from ullage_operator.keeper import Office
+from ullage_operator.book import Book
 from ullage_operator.keepers import Keepers
 from ullage_operator.model import GROUP, VERSION
+from ullage_operator.office import Office
 from ullage_operator.remediation import SERVICE_LABEL
 
-CHILDREN = (("apps", "v1", "deployments"), ("", "v1", "services"), ("", "v1", "secrets"))
+CHILDREN = (
+    ("apps", "v1", "deployments"),
+    ("", "v1", "services"),
+    ("", "v1", "secrets"),
+    ("networking.k8s.io", "v1", "networkpolicies"),
+)
+BUDGETS = "policy", "poddisruptionbudgets"
+"""In whichever version the cluster serves."""
+LEADER_WORKER_SETS = "leaderworkerset.x-k8s.io", "v1", "leaderworkersets"
+"""Where the cluster has them when the operator starts."""
 
 
 def register(registry: kopf.OperatorRegistry, keepers: Keepers, office: Office) -> None:
@@ -35,10 +44,9 @@ def register(registry: kopf.OperatorRegistry, keepers: Keepers, office: Office) 
     async def service_event(event: Mapping[str, Any], **_: Any) -> None:
         keepers.service_seen(event["type"], dict(event["object"]))
 
-    for group, version, plural in CHILDREN:
-        kopf.on.event(group, version, plural, registry=registry, id=f"child-{plural}", labels=LABELLED)(
-            _child_handler(keepers)
-        )
+    several_pods = (LEADER_WORKER_SETS,) if office.features.leader_worker_set else ()
+    for names in (*CHILDREN, BUDGETS, *several_pods):
+        kopf.on.event(*names, registry=registry, id=f"child-{names[-1]}", labels=LABELLED)(_child_handler(keepers))
     for group, version, plural, book in (
         ("", "v1", "pods", office.pods),
         (GROUP, VERSION, "remediations", office.records),
@@ -54,8 +62,8 @@ LABELLED = {SERVICE_LABEL: kopf.PRESENT}
 def settings() -> kopf.OperatorSettings:
     """kopf's settings: watch only what is labelled, stand alone, exit quickly, no network surprises."""
     result = kopf.OperatorSettings()
-    for group, version, plural in (*CHILDREN, ("", "v1", "pods"), (GROUP, VERSION, "remediations")):
-        result.watching.label_selectors[group, version, plural] = SERVICE_LABEL
+    for names in (*CHILDREN, BUDGETS, LEADER_WORKER_SETS, ("", "v1", "pods"), (GROUP, VERSION, "remediations")):
+        result.watching.label_selectors[names] = SERVICE_LABEL
     result.watching.connect_timeout = 10.0
     result.watching.server_timeout = 300  # whole seconds: the API server reads nothing else
     result.peering.standalone = True
@@ -66,15 +74,13 @@ def settings() -> kopf.OperatorSettings:
 
 def _child_handler(keepers: Keepers) -> Any:
     async def child_event(event: Mapping[str, Any], **_: Any) -> None:
-        key = service_of(event["object"])
-        if key is not None:
-            keepers.wake(key)
+        keepers.child_seen(event["type"], event["object"])
 
     return child_event
 
 
-def _book_handler(book: Book) -> Any:
+def _book_handler(book: Book[Any]) -> Any:
     async def book_event(event: Mapping[str, Any], **_: Any) -> None:
-        book.observe(event["type"], dict(event["object"]))
+        book.observe(event["type"], event["object"])
 
     return book_event

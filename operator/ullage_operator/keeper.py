@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
-import aiohttp
-
-from ullage_operator.alerts import AlertBoard
-from ullage_operator.book import Book, ServiceKey
-from ullage_operator.budget import Budget
-from ullage_operator.certificates import Credentials, client_context, server_name
-from ullage_operator.desired import Features, Images
+from ullage_operator.book import ServiceKey
+from ullage_operator.certificates import Credentials, client_context
 from ullage_operator.errors import Blocked, ClusterError, ManifestError
-from ullage_operator.events import decision_event, event
 from ullage_operator.fleet import Fleet, fleet_of
 from ullage_operator.gather import AgentClient
-from ullage_operator.kube import Cluster, Object
-from ullage_operator.logs import Named
+from ullage_operator.herald import Herald
+from ullage_operator.kube import Object
 from ullage_operator.manifest import read_service
-from ullage_operator.metrics import Metrics
 from ullage_operator.model import InferenceService, ServiceStatus
 from ullage_operator.observation import Observation
-from ullage_operator.policy import Decision
+from ullage_operator.office import Office
+from ullage_operator.pace import astir
 from ullage_operator.reconcile import Reconciled, reconcile
 from ullage_operator.records import ClusterRecords
 from ullage_operator.remediation import SERVICE_LABEL
@@ -39,47 +30,23 @@ from ullage_operator.status import invalid_status, merge_body, observed_status
 from ullage_operator.sweep import Sweeper, SweepResult
 from ullage_operator.targets import agent_targets
 
-RESYNC_S = 300.0
-"""Seconds after which everything is reconciled without being woken: repairs what a lost watch event hid, and children
-that are not watched. Each service's turn comes up to a fifth earlier, so that they do not all come at once."""
 BLOCKED_RESYNC_S = 5.0
-"""The same while somebody else's object stands in the way: its removal wakes nobody."""
-RECONCILES = 8
-"""Services reconciled at once."""
+"""Seconds after which it is tried again while somebody else's object stands in the way: its removal wakes nobody."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits after consecutive failed rounds."""
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
-class Office:
-    """What all keepers share. `session` and `cluster` belong to whoever made them."""
-
-    cluster: Cluster
-    session: aiohttp.ClientSession
-    images: Images
-    features: Features
-    metrics: Metrics
-    clock: Callable[[], float]
-    limiter: asyncio.Semaphore
-    sweep_seconds: float
-    reconciling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(RECONCILES))
-    """Bounds how many services are reconciled at once: a start with thousands must not choke the API server."""
-    budget: Budget
-    pods: Book = field(default_factory=Book)
-    records: Book = field(default_factory=Book)
-    alerts: AlertBoard = field(default_factory=AlertBoard)
-
-
 class Keeper:
     """One service's loop. `run` ends when the service is gone."""
 
-    def __init__(self, key: ServiceKey, office: Office) -> None:
+    def __init__(self, key: ServiceKey, office: Office, *, seen: Object | None = None) -> None:
+        """`seen`: the service as it has just been told of; without it, it is asked for."""
         self._key = key
         self._office = office
-        self._posts: set[asyncio.Task[None]] = set()
-        self._log = Named(log, str(key))
+        self._seen = seen
+        self._herald = Herald(log, str(key), cluster=office.cluster, metrics=office.metrics, clock=office.clock)
         self._round_began: float | None = None
         self._woken = asyncio.Event()
         self._woken.set()
@@ -90,13 +57,21 @@ class Keeper:
         self._problem: str | None = None
         self._invalid = False
         self._sweeper: Sweeper | None = None
-        self._records: ClusterRecords | None = None
-        self._last_decision: Decision | None = None
+        self._agents: AgentClient | None = None
         self._observations: tuple[Observation, ...] = ()
+        self._astir = False
 
-    def wake(self) -> None:
-        """Reconcile soon: the service or a child of it changed."""
+    def wake(self, *, changed: bool = False) -> None:
+        """Reconcile soon: a child of the service changed, or the service itself (`changed`)."""
         self._woken.set()
+        if changed:
+            self._seen = None
+
+    def knows(self, obj: Object) -> bool:
+        """Whether a child was seen in this very version by the last pass."""
+        metadata = obj["metadata"]
+        version = metadata.get("uid"), metadata.get("resourceVersion")
+        return self._children is not None and version in self._children.versions
 
     @property
     def pending(self) -> bool:
@@ -113,7 +88,7 @@ class Keeper:
         try:
             await self._rounds()
         finally:
-            await asyncio.gather(*self._posts, return_exceptions=True)
+            await self._herald.close()
 
     async def _rounds(self) -> None:
         failures = 0
@@ -126,35 +101,34 @@ class Keeper:
             except ClusterError as error:
                 failures += 1
                 self._office.metrics.errors.labels(kind="cluster").inc()
-                self._log.warning("%s", error)
-            except Exception:  # noqa: BLE001  one broken round must not end the watch over a service
+                self._herald.log.warning("%s", error)
+            except Exception:  # one broken round must not end the watch over a service
                 failures += 1
                 self._office.metrics.errors.labels(kind="unexpected").inc()
-                self._log.exception("unexpected failure; trying again")
-            self._round_began = None
-            await self._pause(failures)
+                self._herald.log.exception("unexpected failure; trying again")
+            spent, self._round_began = self.round_seconds, None
+            await self._pause(failures, spent)
 
-    async def _pause(self, failures: int) -> None:
+    async def _pause(self, failures: int, spent_s: float) -> None:
         if failures:
             self._woken.set()
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S)) - 1])
             return
         try:
-            await asyncio.wait_for(self._woken.wait(), self._office.sweep_seconds)
+            pause = self._office.pace.pause(self._key, astir=self._astir, spent_s=spent_s)
+            await asyncio.wait_for(self._woken.wait(), pause)
         except TimeoutError:
             return
 
     async def _round(self) -> bool:
         """One pass; False when the service is gone."""
-        resync = BLOCKED_RESYNC_S if self._problem else RESYNC_S
-        due = self._woken.is_set() or time.monotonic() - self._reconciled_at >= resync
-        if due:
+        blocked = self._problem is not None and time.monotonic() - self._reconciled_at >= BLOCKED_RESYNC_S
+        if self._woken.is_set() or blocked:
             self._woken.clear()
             async with self._office.reconciling:
                 if not await self._refresh():
                     return False
-            earlier = 0.0 if self._problem else random.uniform(0, RESYNC_S / 5)  # noqa: S311  no secret
-            self._reconciled_at = time.monotonic() - earlier
+            self._reconciled_at = time.monotonic()
         sweep = await self._sweep()
         if not self._invalid:
             await self._write_status(sweep)
@@ -162,7 +136,8 @@ class Keeper:
 
     async def _refresh(self) -> bool:
         """Read the service anew and bring its children to it; False when it is gone."""
-        obj = await self._office.cluster.get("InferenceService", *self._key)
+        obj = self._seen or await self._office.cluster.get("InferenceService", *self._key)
+        self._seen = None
         if obj is None or obj["metadata"].get("deletionTimestamp"):
             return False
         self._status = _stored_status(obj)
@@ -171,8 +146,9 @@ class Keeper:
         except ManifestError as error:
             await self._refuse(obj, str(error))
             return True
-        selector = f"{SERVICE_LABEL}={self._key.name}"
-        self._office.pods.replace(self._key, await self._office.cluster.list("Pod", self._key.namespace, selector))
+        if not self._office.stock.looked:
+            selector = f"{SERVICE_LABEL}={self._key.name}"
+            self._office.pods.replace(self._key, await self._office.cluster.list("Pod", self._key.namespace, selector))
         await self._reconcile(service)
         return True
 
@@ -189,17 +165,26 @@ class Keeper:
                 images=self._office.images,
                 features=self._office.features,
                 clock=self._office.clock,
+                stock=self._office.stock,
             )
             self._office.metrics.reconcile_seconds.observe(time.monotonic() - began)
         except Blocked as error:
             problem = str(error)
             if problem != self._problem:
-                await self._tell(service, type(error).__name__, problem)
+                self._herald.trouble(service, type(error).__name__, problem)
         self._problem = problem
         credentials = self._children.credentials if self._children else None
-        if credentials != before or service != self._service or self._sweeper is None:
-            self._sweeper = self._new_sweeper(service, credentials)
+        renewed = credentials != before or self._agents is None
+        if renewed:
+            self._agents = self._new_client(credentials)
+        if renewed or not _same(service, self._service):
+            self._sweeper = self._new_sweeper(service, self._agents)
         self._service = service
+
+    def _new_client(self, credentials: Credentials | None) -> AgentClient | None:
+        if credentials is None:
+            return None
+        return AgentClient(self._office.session, credentials.token, client_context(credentials))
 
     async def _refuse(self, obj: Object, problem: str) -> None:
         """The spec cannot be used: say so, leave what runs alone, and go on guarding it under the last good spec."""
@@ -209,14 +194,14 @@ class Keeper:
         status = invalid_status(self._status, generation=generation, problem=problem, now=self._office.clock())
         await self._write(status)
 
-    def _new_sweeper(self, service: InferenceService, credentials: Credentials | None) -> Sweeper | None:
-        if credentials is None:
+    def _new_sweeper(self, service: InferenceService, agents: AgentClient | None) -> Sweeper | None:
+        if agents is None:
             return None
         office = self._office
         return Sweeper(
             service=service,
-            agents=AgentClient(office.session, credentials.token, client_context(credentials)),
-            records=ClusterRecords(service, cluster=office.cluster, book=office.records, clock=office.clock),
+            agents=agents,
+            records=ClusterRecords(service, cluster=office.cluster, book=office.records, listed=office.stock.looked),
             clock=office.clock,
             limiter=office.limiter,
             scaler=ClusterScaler(self._key, office.cluster),
@@ -227,8 +212,7 @@ class Keeper:
     async def _sweep(self) -> SweepResult | None:
         if self._sweeper is None:
             return None
-        name = server_name(self._key.name, self._key.namespace)
-        targets = agent_targets(self._office.pods.of(self._key), server_name=name)
+        targets = agent_targets(known.agent for known in self._office.pods.of(self._key))
         with self._office.metrics.sweep_seconds.time():
             result = await self._sweeper.tick(
                 targets, fleet=self._fleet, alerts=lambda: self._office.alerts.of(self._key, now=self._office.clock())
@@ -239,43 +223,19 @@ class Keeper:
         stale = sum(not o.fresh(now=now, stale_after_s=limit) for o in result.observations)
         self._office.metrics.count(self._key, result, stale=stale)
         self._office.metrics.in_flight.set(self._office.budget.in_flight)
-        await self._tell_decision(result.decision)
+        if self._service is not None:
+            self._herald.decided(self._service, result.decision)
+            self._astir = astir(self._service, result, now=now)
         return result
 
     def _fleet(self) -> Fleet:
-        return fleet_of(self._office.pods.of(self._key))
+        return fleet_of(known.pod for known in self._office.pods.of(self._key))
 
     async def _rank(self, service: InferenceService) -> None:
         """Before fewer engines are wanted than there are: say whose loss costs the least."""
         staying = self._fleet().staying
         if not service.spec.suspend and len(staying) > service.spec.replicas.effective:
             await ClusterScaler(self._key, self._office.cluster).rank(staying, self._observations)
-
-    async def _tell_decision(self, decision: Decision) -> None:
-        previous, self._last_decision = self._last_decision, decision
-        news = decision.verdict != "Hold" or previous is None or previous.reason != decision.reason
-        quiet = decision.verdict == "Hold" and previous is None
-        if news and not quiet and self._service is not None:
-            told = decision_event(self._service, decision, now=self._office.clock())
-            self._log.info("%s: %s: %s", decision.verdict, decision.reason.value, decision.message)
-            self._post_soon(told)
-
-    async def _tell(self, service: InferenceService, reason: str, message: str) -> None:
-        self._log.warning("%s: %s", reason, message)
-        self._post_soon(event(service, kind="Warning", reason=reason, message=message, now=self._office.clock()))
-
-    def _post_soon(self, told: Object) -> None:
-        """Events are news: the next sweep does not wait for them."""
-        task = asyncio.create_task(self._post(told))
-        self._posts.add(task)
-        task.add_done_callback(self._posts.discard)
-
-    async def _post(self, told: Object) -> None:
-        try:
-            await self._office.cluster.create(told)
-        except ClusterError as error:  # an Event is news, not a record; the sweep goes on
-            self._office.metrics.errors.labels(kind="cluster").inc()
-            self._log.warning("event not written: %s", error)
 
     async def _write_status(self, sweep: SweepResult | None) -> None:
         if self._service is None:
@@ -303,3 +263,8 @@ def _stored_status(obj: Object) -> ServiceStatus | None:
 
 def _without_status(obj: Object) -> Object:
     return {key: value for key, value in obj.items() if key != "status"}
+
+
+def _same(service: InferenceService, known: InferenceService | None) -> bool:
+    """Whether nothing changed but what we or others wrote into its status and metadata."""
+    return known is not None and (service.metadata.uid, service.spec) == (known.metadata.uid, known.spec)

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from ullage_operator.book import ServiceKey
+from ullage_operator.book import ServiceKey, service_of
 from ullage_operator.discovery import discover
 from ullage_operator.errors import ClusterError
-from ullage_operator.keeper import Keeper, Office
+from ullage_operator.keeper import Keeper
+from ullage_operator.office import Office
 from ullage_operator.receiver import Told
 
 PATROL_S = 60.0
+RESYNC_S = 300.0
+"""Seconds between two looks at everything: repairs what a lost watch event hid, and children that are not watched."""
+SPREAD_S = 30.0
+"""Seconds over which services are reconciled after such a look, so that they do not all come at once."""
 STUCK_S = 300.0
 """A round that takes longer than all its calls together may take has hung."""
 
@@ -43,14 +49,29 @@ class Keepers:
             return  # our own status
         self._generations[key] = version
         if key in self._keepers:
-            self._keepers[key].wake()
+            self._keepers[key].wake(changed=True)
         elif not ending and not self._closed:
-            self._begin(key)
+            self._begin(key, obj)
 
-    def wake(self, key: ServiceKey) -> None:
-        """A child of a service changed."""
-        if key in self._keepers:
-            self._keepers[key].wake()
+    def child_seen(self, event_type: str | None, obj: dict[str, Any]) -> None:
+        """A child of a service was listed, created, changed or deleted."""
+        self._office.stock.changed(obj)
+        keeper = self._keepers.get(key) if (key := service_of(obj)) else None
+        if keeper is not None and (event_type == "DELETED" or not keeper.knows(obj)):
+            keeper.wake()
+
+    async def look(self, namespaces: Sequence[str]) -> bool:
+        """List everything of all services at once; False when that failed, and each keeper must ask for its own."""
+        office = self._office
+        try:
+            await office.stock.fill(
+                office.cluster, namespaces, features=office.features, pods=office.pods, records=office.records
+            )
+        except ClusterError as error:
+            office.metrics.errors.labels(kind="cluster").inc()
+            log.warning("not everything was listed: %s", error)
+            return False
+        return True
 
     def tell(self, told: Told) -> bool:
         """Take an alert in and have its service looked at soon; False when no such service is kept."""
@@ -68,21 +89,38 @@ class Keepers:
         """Whether every service's rounds come to an end: a stuck one is a dead guard."""
         return all(keeper.round_seconds < STUCK_S for keeper in self._keepers.values())
 
-    async def patrol(self, namespaces: Sequence[str], *, every_s: float = PATROL_S) -> None:
-        """For ever: list all services now and then, and begin to keep those that no event told of."""
-        scopes: Sequence[str | None] = namespaces or [None]
+    async def patrol(self, namespaces: Sequence[str], *, every_s: float = PATROL_S, resync_s: float = RESYNC_S) -> None:
+        """For ever: list all services now and then, and begin to keep those that no event told of; now and then look
+        at everything else, for the first time at the first round, because the watches began after the first look."""
+        looked = float("-inf")
         while True:
             await asyncio.sleep(every_s)
             await self._look_at_features()
+            scopes: Sequence[str | None] = namespaces or [None]
             for namespace in scopes:
-                try:
-                    services = await self._office.cluster.list("InferenceService", namespace)
-                except ClusterError as error:
-                    self._office.metrics.errors.labels(kind="cluster").inc()
-                    log.warning("services were not listed: %s", error)
-                    continue
-                for obj in services:
-                    self.service_seen(None, obj)
+                await self._list_services(namespace)
+            if time.monotonic() - looked >= resync_s:
+                looked = time.monotonic() if await self._resync(namespaces) else looked
+
+    async def _list_services(self, namespace: str | None) -> None:
+        try:
+            services = await self._office.cluster.list("InferenceService", namespace)
+        except ClusterError as error:
+            self._office.metrics.errors.labels(kind="cluster").inc()
+            log.warning("services were not listed: %s", error)
+            return
+        for obj in services:
+            self.service_seen(None, obj)
+
+    async def _resync(self, namespaces: Sequence[str]) -> bool:
+        keys = list(self._keepers)
+        if not await self.look(namespaces):
+            return False  # a thousand single questions would not help a server that does not answer
+        for key in keys:
+            if key in self._keepers:
+                self._keepers[key].wake()
+            await asyncio.sleep(SPREAD_S / len(keys))
+        return True
 
     async def _look_at_features(self) -> None:
         try:
@@ -98,8 +136,8 @@ class Keepers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, key: ServiceKey) -> None:
-        keeper = Keeper(key, self._office)
+    def _begin(self, key: ServiceKey, seen: dict[str, Any] | None = None) -> None:
+        keeper = Keeper(key, self._office, seen=seen)
         task = asyncio.create_task(keeper.run(), name=f"keeper {key}")
         self._keepers[key], self._tasks[key] = keeper, task
         task.add_done_callback(lambda _: self._ended(key))
@@ -113,6 +151,7 @@ class Keepers:
         self._office.records.forget(key)
         self._office.budget.forget(key)
         self._office.alerts.forget(key)
+        self._office.pace.forget(key)
         self._office.metrics.forget(key)
         self._office.metrics.services.set(len(self._keepers))
         if again and not self._closed:

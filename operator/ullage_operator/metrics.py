@@ -60,8 +60,7 @@ class Metrics:
     def count(self, service: Hashable, result: SweepResult, *, stale: int) -> None:
         """Take in what one sweep saw, decided and ended."""
         decision = result.decision
-        self._engines[service] = (len(result.observations), stale)
-        self._sum_engines()
+        self._count_engines(service, (len(result.observations), stale))
         self.decisions.labels(verdict=decision.verdict, reason=decision.reason.value).inc()
         for record in result.changed_records:
             status = record.status
@@ -73,13 +72,16 @@ class Metrics:
 
     def forget(self, service: Hashable) -> None:
         """A service is gone."""
+        self._count_engines(service, (0, 0))
         self._engines.pop(service, None)
-        self._sum_engines()
 
     def called(self, method: str, status: int | None) -> None:
         """A call to the API server ended."""
         self.api_calls.labels(method=method, status=str(status or 0)).inc()
 
-    def _sum_engines(self) -> None:
-        self.engines.set(sum(total for total, _ in self._engines.values()))
-        self.stale.set(sum(stale for _, stale in self._engines.values()))
+    def _count_engines(self, service: Hashable, now: tuple[int, int]) -> None:
+        before = self._engines.get(service, (0, 0))
+        if now != before:
+            self._engines[service] = now
+            self.engines.inc(now[0] - before[0])
+            self.stale.inc(now[1] - before[1])

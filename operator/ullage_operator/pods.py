@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ullage_operator import hooks
 from ullage_operator.arguments import AgentFiles, agent_arguments, engine_arguments, engine_command
 from ullage_operator.fleet import TRAFFIC_LABEL, TRAFFIC_ON
 from ullage_operator.model import InferenceService, Resources
 from ullage_operator.remediation import SERVICE_LABEL
 from ullage_operator.strategic import merge
+
+Object = dict[str, Any]
 
 NAME_LABEL = "app.kubernetes.io/name"
 SHARING_LABEL = "ullage.dev/gpu-sharing"
@@ -29,41 +32,11 @@ GRACE_SECONDS = 120
 """From the beginning of a pod's end to the kill: in-flight answers are finished within it."""
 ENDPOINT_SECONDS = 5
 """Wait before draining until the load balancers have dropped the pod."""
+DRAIN_SECONDS = GRACE_SECONDS - 15
+"""Longest time that the hooks hold a pod's end up; what is left is for the engine to end in order."""
 LOAD_SECONDS = 1800
 """Longest time for a model to load before the engine counts as hung."""
 AGENT_DEFAULTS = Resources(requests={"cpu": "20m", "memory": "64Mi"}, limits={"memory": "192Mi"})
-
-
-_DRAIN_ADMIN = """\
-import http.client, json, socket, sys, time
-path, wait, timeout = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
-time.sleep(wait)
-connection = http.client.HTTPConnection("engine", timeout=timeout + 5)
-connection.sock = socket.socket(socket.AF_UNIX)
-connection.sock.connect(path)
-body = json.dumps({"timeout_s": timeout})
-connection.request("POST", "/admin/v1/drain", body, {"Content-Type": "application/json"})
-print(connection.getresponse().read().decode())
-"""
-_DRAIN_METRICS = """\
-import re, sys, time, urllib.request
-url, wait, timeout = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
-time.sleep(wait)
-end = time.monotonic() + timeout
-names = r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)(?:{[^}]*})? (\\S+)"
-while time.monotonic() < end:
-    text = urllib.request.urlopen(url, timeout=5).read().decode()
-    if not any(float(value) for value in re.findall(names, text, re.M)):
-        break
-    time.sleep(1)
-"""
-_COPY_GATE = """\
-import pathlib, sys, ullage_agent.gate as gate
-folder = pathlib.Path(sys.argv[1], "ullage_agent")
-folder.mkdir(exist_ok=True)
-(folder / "__init__.py").touch()
-(folder / "gate.py").write_bytes(pathlib.Path(gate.__file__).read_bytes())
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +120,7 @@ def _engine(service: InferenceService, images: Images) -> dict[str, Any]:
         "startupProbe": _probe("/health", "http", period=5, failures=LOAD_SECONDS // 5),
         "livenessProbe": _probe("/health", "http", period=10, failures=6),
         "readinessProbe": _probe(ready, "http", period=5, failures=2),
-        "lifecycle": {"preStop": {"exec": {"command": _drain(service)}}},
+        "lifecycle": _leave(service),
         "resources": engine.resources.write(),
         "volumeMounts": [
             {"name": "run", "mountPath": RUN_DIR},
@@ -158,12 +131,19 @@ def _engine(service: InferenceService, images: Images) -> dict[str, Any]:
     }
 
 
-def _drain(service: InferenceService) -> list[str]:
-    """Runs before the engine is told to stop: wait for the endpoints, then until nothing is in flight."""
-    seconds = [str(ENDPOINT_SECONDS), str(GRACE_SECONDS - ENDPOINT_SECONDS - 15)]
-    if service.spec.engine.type == "ullage":
-        return ["python3", "-c", _DRAIN_ADMIN, ADMIN_SOCKET, *seconds]
-    return ["python3", "-c", _DRAIN_METRICS, f"http://127.0.0.1:{service.spec.engine.port}/metrics", *seconds]
+def _leave(service: InferenceService) -> Object:
+    """Runs before the engine is told to stop: holds that up until the agent's hook has drained it."""
+    metrics = f"http://127.0.0.1:{service.spec.engine.port}/metrics"
+    return _pre_stop("leave", RUN_DIR, DRAIN_SECONDS, metrics)
+
+
+def _drain(service: InferenceService) -> Object:
+    """Runs beside that, before the agent is told to stop: has the agent drain the engine."""
+    return _pre_stop("drain", RUN_DIR, SECRET_DIR, service.spec.agent.action_port, ENDPOINT_SECONDS, DRAIN_SECONDS)
+
+
+def _pre_stop(hook: str, *arguments: object) -> Object:
+    return {"preStop": {"exec": {"command": [*hooks.command(hook), *map(str, arguments)]}}}
 
 
 def _gated(service: InferenceService) -> bool:
@@ -173,7 +153,7 @@ def _gated(service: InferenceService) -> bool:
 
 def _gate(service: InferenceService, images: Images) -> dict[str, Any]:
     agent = service.spec.agent
-    copy = ["python3", "-c", _COPY_GATE, GATE_DIR]
+    copy = [*hooks.command("copy_gate"), GATE_DIR]
     return {
         **_container("gate", agent.image or images.agent, copy, []),
         "volumeMounts": [{"name": "gate", "mountPath": GATE_DIR}],
@@ -198,6 +178,7 @@ def _agent(service: InferenceService, images: Images) -> dict[str, Any]:
         "env": _environment({"USER": "ullage"}),
         "ports": [_port("metrics", agent.metrics_port), _port(ACTION_PORT_NAME, agent.action_port)],
         "livenessProbe": _probe("/healthz", "metrics", period=10, failures=6),
+        "lifecycle": _drain(service),
         "resources": resources.write(),
         "volumeMounts": [
             {"name": "run", "mountPath": RUN_DIR},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,36 +15,34 @@ from ullage_operator.kube import Cluster, Object
 from ullage_operator.model import InferenceService, Remediation
 from ullage_operator.remediation import SERVICE_LABEL
 
-RELIST_S = 120.0
-"""Seconds after which records are listed anew instead of trusted to the watch."""
-
 log = logging.getLogger(__name__)
 
 
 class ClusterRecords:
-    """Records of one service. The first load lists them, later ones use what the watch and our own writes brought."""
+    """Records of one service: what the watch, full lists and our own writes brought."""
 
-    def __init__(self, service: InferenceService, *, cluster: Cluster, book: Book, clock: Callable[[], float]) -> None:
-        """`book` is fed with watch events of Remediation by its owner."""
+    def __init__(
+        self, service: InferenceService, *, cluster: Cluster, book: Book[Remediation | None], listed: bool
+    ) -> None:
+        """`book` is fed with watch events and now and then with full lists by its owner; without `listed`, it may
+        not know all yet, and the first load asks for them."""
         self._service = service
         self._key = ServiceKey(service.metadata.namespace, service.metadata.name)
         self._cluster = cluster
         self._book = book
-        self._clock = clock
-        self._listed_at = float("-inf")
+        self._listed = listed
 
     async def load(self) -> Sequence[Remediation]:
         """All readable records; one that is not is logged and left out."""
-        if abs(self._clock() - self._listed_at) >= RELIST_S:
+        if not self._listed:
             selector = f"{SERVICE_LABEL}={self._key.name}"
             self._book.replace(self._key, await self._cluster.list("Remediation", self._key.namespace, selector))
-            self._listed_at = self._clock()
-        records = (read_record(obj) for obj in self._book.of(self._key))
-        return [record for record in records if record is not None]
+            self._listed = True
+        return [record for record in self._book.of(self._key) if record is not None]
 
     async def save(self, record: Remediation) -> None:
         """Write spec and status; the spec of a stored record is left to those who approve it."""
-        if not self._known(record.metadata.name):
+        if not self._book.holds(self._key, record.metadata.name):
             await self._create(record)
         written = await self._cluster.write_status(
             "Remediation", self._key.namespace, record.metadata.name, record.status.write()
@@ -53,13 +51,8 @@ class ClusterRecords:
 
     async def delete(self, name: str) -> None:
         """Remove a record."""
-        stored = [obj for obj in self._book.of(self._key) if obj["metadata"]["name"] == name]
         await self._cluster.delete("Remediation", self._key.namespace, name)
-        for obj in stored:
-            self._book.observe("DELETED", obj)
-
-    def _known(self, name: str) -> bool:
-        return any(obj["metadata"]["name"] == name for obj in self._book.of(self._key))
+        self._book.drop(self._key, name)
 
     async def _create(self, record: Remediation) -> None:
         obj = record.write()

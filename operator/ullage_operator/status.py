@@ -250,18 +250,20 @@ def _last_action(sweep: SweepResult | None) -> LastAction | None:
 
 def _stamp(facts: Sequence[Fact], previous: Sequence[Condition], generation: int | None, now: float) -> list[Condition]:
     known = {condition.type: condition for condition in previous}
-    stamped = []
-    for fact in facts:
-        old = known.get(fact.type)
-        same = old is not None and old.status == fact.status
-        stamped.append(
-            Condition(
-                type=fact.type,
-                status=fact.status,
-                reason=fact.reason,
-                message=fact.message,
-                observed_generation=generation,
-                last_transition_time=old.last_transition_time if old and same else moment(now),
-            )
+    return [_stamped(fact, known.get(fact.type), generation, now) for fact in facts]
+
+
+def _stamped(fact: Fact, old: Condition | None, generation: int | None, now: float) -> Condition:
+    if old is not None and fact == Fact(old.type, old.status, old.reason, old.message):
+        return (
+            old if old.observed_generation == generation else old.model_copy(update={"observed_generation": generation})
         )
-    return stamped
+    same = old is not None and old.status == fact.status
+    return Condition(
+        type=fact.type,
+        status=fact.status,
+        reason=fact.reason,
+        message=fact.message,
+        observed_generation=generation,
+        last_transition_time=old.last_transition_time if old and same else moment(now),
+    )

@@ -264,15 +264,21 @@ class MemoryCluster:
     failures: list[Exception] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
+    gets: list[str] = field(default_factory=list)
+    lists: list[str] = field(default_factory=list)
     patches: list[tuple[str, str, str, dict[str, Any]]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def get(self, kind: str, namespace: str, name: str, *, version: str = "") -> dict[str, Any] | None:
+        self.gets.append(kind)
         if self.failures:
             raise self.failures.pop(0)
         return copy.deepcopy(self.objects.get((kind, name)))
 
-    async def list(self, kind: str, namespace: str | None, selector: str = "") -> list[dict[str, Any]]:
+    async def list(
+        self, kind: str, namespace: str | None, selector: str = "", *, version: str = ""
+    ) -> list[dict[str, Any]]:
+        self.lists.append(kind)
         if self.failures:
             raise self.failures.pop(0)
         return [copy.deepcopy(obj) for (found, _), obj in self.objects.items() if found == kind]
@@ -281,9 +287,12 @@ class MemoryCluster:
         return frozenset()
 
     async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
-        self.objects[obj["kind"], obj["metadata"]["name"]] = copy.deepcopy(obj)
+        place = obj["kind"], obj["metadata"]["name"]
+        made = copy.deepcopy(obj)
+        made["metadata"] |= {"uid": f"uid-{'-'.join(place)}", "resourceVersion": str(len(self.written) + 1)}
+        self.objects[place] = made
         self._note(obj["kind"])
-        return obj
+        return copy.deepcopy(made)
 
     async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         self.created.append(obj)

@@ -8,7 +8,9 @@ import copy
 import json
 import secrets
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from processes import Program, http_get, metric
 pytestmark = pytest.mark.envtest
 
 EVICTED = 'ullage_agent_actions_total{action="evict",outcome="Succeeded"}'
-POOL = 12
+POOL = 14
 """Namespaces for the tests that share an operator."""
 FULL = {"pool": {"total": 100, "hot": 100, "peak": 0}}
 SETTINGS = {"settleSeconds": 0.2, "evict": {"cooldownSeconds": 0.2}, "staleAfterPolls": 20}
@@ -167,6 +169,22 @@ def test_what_breaks_is_repaired(pooled: Kubectl) -> None:
     assert children(pooled)["deployment"] == first["deployment"]
 
 
+def test_what_stands_around_the_pods_is_repaired_too(pooled: Kubectl) -> None:
+    pooled.apply(service())
+    eventually("the policy", lambda: pooled.get("networkpolicy", "web"))
+    budget = eventually("the budget", lambda: pooled.get("pdb", "web"))
+    pooled.run("delete", "pdb", "web")
+    opened = '[{"op": "replace", "path": "/spec/ingress", "value": [{}]}]'
+    pooled.run("patch", "networkpolicy", "web", "--type=json", "-p", opened)
+
+    def repaired() -> bool:
+        policy, new = pooled.get("networkpolicy", "web") or {}, pooled.get("pdb", "web")
+        closed = policy.get("spec", {}).get("ingress", [{}]) != [{}]
+        return new is not None and new["metadata"]["uid"] != budget["metadata"]["uid"] and closed
+
+    eventually("the repair", repaired, within_s=20)
+
+
 def test_deleting_takes_everything_though_no_agent_answers(pooled: Kubectl) -> None:
     pooled.apply(service(agent={"actionPort": free_port(), "pollSeconds": 0.1}))
     eventually("the children", lambda: all_children(pooled))
@@ -270,7 +288,21 @@ def test_a_killed_operator_s_work_is_finished_by_the_next(operator: Any, kubectl
             assert len(kubectl.list("remed")) == 1
 
 
-def test_a_proposal_waits_for_kubectl_patch(pooled: Kubectl, tmp_path: Path) -> None:
+def by_kubectl(kubectl: Kubectl, name: str) -> None:
+    approval = '{"spec": {"approved": true, "approvedBy": "mara"}}'
+    kubectl.run("patch", "remed", name, "--type=merge", "-p", approval)
+
+
+def by_ullage(kubectl: Kubectl, name: str) -> None:
+    where = [f"--kubeconfig={kubectl.kubeconfig}", f"--namespace={kubectl.namespace}"]
+    program = Path(sys.executable).with_name("ullage")
+    subprocess.run([program, "approve", name, "--by=mara", *where], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("approve", [by_kubectl, by_ullage])
+def test_a_proposal_waits_for_a_person(
+    pooled: Kubectl, tmp_path: Path, approve: Callable[[Kubectl, str], None]
+) -> None:
     port = free_port()
     settings = {**SETTINGS, "mode": "Propose"}
     pooled.apply(service(agent={"actionPort": port, "pollSeconds": 0.1}, remediation=settings))
@@ -280,8 +312,7 @@ def test_a_proposal_waits_for_kubectl_patch(pooled: Kubectl, tmp_path: Path) -> 
         )[0]
         assert proposed["status"]["phase"] == "Proposed"
         assert metric(http_get(f"{agent.facts['metrics']}/metrics"), EVICTED) == 0
-        approval = '{"spec": {"approved": true, "approvedBy": "mara"}}'
-        pooled.run("patch", "remed", proposed["metadata"]["name"], "--type=merge", "-p", approval)
+        approve(pooled, proposed["metadata"]["name"])
         (record,) = eventually("its end", lambda: finished(pooled))
         assert record["status"]["phase"] == "Succeeded"
         assert record["spec"]["approvedBy"] == "mara"

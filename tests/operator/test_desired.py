@@ -12,7 +12,7 @@ from ullage_operator.arguments import AgentFiles, agent_arguments, engine_argume
 from ullage_operator.certificates import issue, valid
 from ullage_operator.desired import Images, credentials_of, desired_objects
 from ullage_operator.manifest import read_service
-from ullage_operator.targets import agent_targets
+from ullage_operator.targets import agent_targets, known_pod, read_target
 
 IMAGES = Images(engine="engine:1", agent="agent:1")
 CREDENTIALS = issue("web.prod.agents.ullage.dev", now=time.time())
@@ -76,10 +76,12 @@ def test_probes_and_drain(build: Any) -> None:
     assert made["engine"]["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert made["engine"]["livenessProbe"]["httpGet"]["path"] == "/health"
     assert made["agent"]["livenessProbe"]["httpGet"]["path"] == "/healthz"
-    command = made["engine"]["lifecycle"]["preStop"]["exec"]["command"]
-    compile(command[2], "drain", "exec")
     grace = objects(build.service())["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert float(command[4]) + float(command[5]) < grace
+    leave = made["engine"]["lifecycle"]["preStop"]["exec"]["command"]
+    drain = made["agent"]["lifecycle"]["preStop"]["exec"]["command"]
+    assert (leave[3], drain[3]) == ("/run/ullage", "/run/ullage"), "they speak through the volume that both mount"
+    assert drain[4:6] == ["/etc/ullage/agent", "9401"]
+    assert float(leave[4]) == float(drain[7]) < grace
 
 
 def test_secrets_stay_out_of_everything_but_the_secret(build: Any) -> None:
@@ -182,8 +184,18 @@ def test_targets_are_pods_that_can_be_called() -> None:
         pod("foreign", spec={"containers": [{"name": "other"}]}),
         {"metadata": {"name": "new", "uid": "u"}, "spec": {}},
     ]
-    found = agent_targets(pods, server_name="n")
+    found = agent_targets(read_target(obj, server_name="n") for obj in pods)
     assert [(t.pod, t.uid, t.url) for t in found] == [
         ("a", "uid-a", "https://[fd00::7]:9401"),
         ("z", "uid-z", "https://10.0.0.7:9401"),
     ]
+
+
+def test_what_is_kept_of_a_pod_names_its_service_s_certificate() -> None:
+    labels = {"ullage.dev/service": "web"}
+    known = known_pod(pod("a", metadata={"namespace": "prod", "labels": labels}))
+    assert known.agent is not None
+    assert known.agent.server_name == "web.prod.agents.ullage.dev"
+    assert known.pod is not None
+    ended = known_pod(pod("a", metadata={"namespace": "prod", "labels": labels}, status={"phase": "Failed"}))
+    assert (ended.pod, ended.agent) == (None, None)

@@ -14,9 +14,10 @@ from ullage_operator.book import ServiceKey
 from ullage_operator.budget import Budget
 from ullage_operator.desired import Features, Images
 from ullage_operator.errors import ClusterError
-from ullage_operator.keeper import Office
 from ullage_operator.keepers import Keepers
 from ullage_operator.metrics import Metrics
+from ullage_operator.office import Office
+from ullage_operator.pace import Pace
 
 KEY = ServiceKey("prod", "web")
 
@@ -31,7 +32,7 @@ def office(cluster: Any, session: Any, build: Any) -> Office:
         metrics=Metrics(CollectorRegistry()),
         clock=lambda: build.now,
         limiter=asyncio.Semaphore(4),
-        sweep_seconds=0.01,
+        pace=Pace(0.01),
         budget=Budget(4),
     )
 
@@ -91,9 +92,81 @@ async def test_a_new_generation_and_a_child_s_change_wake(cluster: Any, keepers:
     keepers.service_seen("MODIFIED", changed)
     await cluster.until(lambda: cluster.written.count("Deployment") == 2)
     assert cluster.objects["Deployment", "web"]["spec"]["replicas"] == 2
-    del cluster.objects["Service", "web"]
-    keepers.wake(KEY)
+    gone = cluster.objects.pop(("Service", "web"))
+    keepers.child_seen("DELETED", gone)
     await cluster.until(lambda: ("Service", "web") in cluster.objects)
+
+
+async def test_a_look_at_everything_saves_the_single_questions(
+    cluster: Any, keepers: Keepers, office: Office, build: Any
+) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    await keepers.close()
+    cluster.gets.clear()
+    cluster.written.clear()
+    again = Keepers(office)
+    assert await again.look(["prod"])
+    lists = cluster.lists.count("Pod")
+    again.service_seen(None, cluster.objects["InferenceService", "web"])
+    before = _sweeps(office)
+    async with asyncio.timeout(20):
+        while _sweeps(office) < before + 2:  # noqa: ASYNC110  sweeps are counted, not signalled
+            await asyncio.sleep(0.01)
+    await again.close()
+    assert cluster.gets == []
+    assert cluster.lists.count("Pod") == lists
+    assert not {"Deployment", "Service", "Secret"} & set(cluster.written)
+
+
+async def test_a_look_is_not_believed_over_a_later_event(
+    cluster: Any, keepers: Keepers, office: Office, build: Any
+) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    await keepers.close()
+    again = Keepers(office)
+    assert await again.look(["prod"])
+    drifted = cluster.objects["Deployment", "web"]
+    drifted["spec"]["replicas"] = 7
+    drifted["metadata"]["resourceVersion"] = "99"
+    cluster.written.clear()
+    again.child_seen("MODIFIED", drifted)
+    again.service_seen(None, cluster.objects["InferenceService", "web"])
+    await cluster.until(lambda: "Deployment" in cluster.written)
+    await again.close()
+    assert cluster.objects["Deployment", "web"]["spec"]["replicas"] == 1
+
+
+async def test_an_event_about_what_we_wrote_ourselves_is_no_news(
+    cluster: Any, keepers: Keepers, office: Office, build: Any
+) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    cluster.gets.clear()
+    keepers.child_seen("ADDED", cluster.objects["Deployment", "web"])
+    before = _sweeps(office)
+    async with asyncio.timeout(20):
+        while _sweeps(office) < before + 2:  # noqa: ASYNC110  sweeps are counted, not signalled
+            await asyncio.sleep(0.01)
+    assert cluster.gets == []
+
+
+async def test_a_resync_repairs_what_no_event_told_of(
+    cluster: Any, keepers: Keepers, office: Office, build: Any
+) -> None:
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    cluster.objects["NetworkPolicy", "web"]["spec"]["ingress"] = [{}]
+    patrol = asyncio.create_task(keepers.patrol(["prod"], every_s=0.01))
+    await cluster.until(lambda: cluster.written.count("NetworkPolicy") == 2)
+    patrol.cancel()
+    await asyncio.gather(patrol, return_exceptions=True)
+    assert cluster.objects["NetworkPolicy", "web"]["spec"]["ingress"] != [{}]
 
 
 async def test_a_deleted_service_s_keeper_ends_and_one_that_comes_back_is_kept_again(
@@ -119,12 +192,13 @@ async def test_credentials_are_kept_over_passes(cluster: Any, keepers: Keepers, 
     keepers.service_seen("ADDED", stored(build))
     await cluster.until(lambda: applied(cluster))
     secret = copy.deepcopy(cluster.objects["Secret", "web-agent"])
-    del cluster.objects["Service", "web"]
-    keepers.wake(KEY)
+    keepers.child_seen("DELETED", cluster.objects.pop(("Service", "web")))
     await cluster.until(lambda: ("Service", "web") in cluster.objects)
     assert cluster.objects["Secret", "web-agent"]["data"] == secret["data"]
-    cluster.objects["Secret", "web-agent"]["data"]["tls.key"] = ""
-    keepers.wake(KEY)
+    spoilt = cluster.objects["Secret", "web-agent"]
+    spoilt["data"]["tls.key"] = ""
+    spoilt["metadata"]["resourceVersion"] = "99"
+    keepers.child_seen("MODIFIED", spoilt)
     await cluster.until(lambda: cluster.written.count("Secret") == 2)
     renewed = cluster.objects["Secret", "web-agent"]["data"]
     assert renewed["tls.crt"] != secret["data"]["tls.crt"]

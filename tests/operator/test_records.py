@@ -8,8 +8,9 @@ import pytest
 
 from ullage_operator.book import Book, ServiceKey
 from ullage_operator.errors import ClusterError
+from ullage_operator.model import Remediation
 from ullage_operator.policy import Inputs, Reason, decide
-from ullage_operator.records import RELIST_S, ClusterRecords, read_record
+from ullage_operator.records import ClusterRecords, read_record
 
 
 def api_form(record: Any, version: int = 1, **changes: Any) -> dict[str, Any]:
@@ -61,22 +62,23 @@ def store() -> Store:
     return Store()
 
 
-def make(build: Any, store: Store, now: list[float], book: Book | None = None) -> ClusterRecords:
+def make(
+    build: Any, store: Store, book: Book[Remediation | None] | None = None, *, listed: bool = False
+) -> ClusterRecords:
     return ClusterRecords(
         build.service(),
-        cluster=store,
-        book=book or Book(),
-        clock=lambda: now[0],  # type: ignore[arg-type]
+        cluster=store,  # type: ignore[arg-type]
+        book=book or Book(read_record),
+        listed=listed,
     )
 
 
 async def test_saved_loaded_and_deleted(build: Any, store: Store) -> None:
-    now = [build.now]
-    records = make(build, store, now)
+    records = make(build, store)
     record = build.record(started_at=-1)
     await records.load()
     await records.save(record)
-    assert await make(build, store, now).load() == await records.load()
+    assert await make(build, store).load() == await records.load()
     (loaded,) = await records.load()
     assert (loaded.spec, loaded.status) == (record.spec, record.status)
     owner = store.objects[record.metadata.name]["metadata"]["ownerReferences"][0]
@@ -86,7 +88,7 @@ async def test_saved_loaded_and_deleted(build: Any, store: Store) -> None:
 
 
 async def test_an_approval_is_not_overwritten(build: Any, store: Store) -> None:
-    records = make(build, store, [build.now])
+    records = make(build, store)
     record = build.record(phase="Proposed")
     await records.save(record)
     store.objects[record.metadata.name]["spec"]["approved"] = True
@@ -97,24 +99,22 @@ async def test_an_approval_is_not_overwritten(build: Any, store: Store) -> None:
 async def test_a_record_created_before_an_answer_was_lost(build: Any, store: Store) -> None:
     record = build.record(started_at=-1)
     await store.create(record.write())
-    await make(build, store, [build.now]).save(record)
+    await make(build, store).save(record)
     assert store.objects[record.metadata.name]["status"]["phase"] == "Running"
 
 
-async def test_listed_first_and_now_and_then(build: Any, store: Store) -> None:
-    now = [build.now]
-    records = make(build, store, now)
+async def test_listed_once_and_not_at_all_where_everything_was(build: Any, store: Store) -> None:
+    records = make(build, store)
     for _ in range(3):
         await records.load()
     assert store.lists == 1
-    now[0] += RELIST_S
-    await records.load()
-    assert store.lists == 2
+    await make(build, store, listed=True).load()
+    assert store.lists == 1
 
 
 async def test_events_bring_what_others_write(build: Any, store: Store) -> None:
-    book = Book()
-    records = make(build, store, [build.now], book)
+    book = Book(read_record)
+    records = make(build, store, book)
     record = build.record(phase="Proposed")
     await records.save(record)
     approved = api_form(build.record(phase="Proposed", approved=True), version=99)

@@ -10,7 +10,7 @@ from ullage_operator.alerts import ALERT_TTL_S, Alert, AlertBoard
 from ullage_operator.book import ServiceKey
 from ullage_operator.budget import Budget
 from ullage_operator.errors import ClusterError
-from ullage_operator.fleet import fleet_of
+from ullage_operator.fleet import fleet_of, read_pod
 from ullage_operator.scaler import ClusterScaler
 
 KEY = ServiceKey("prod", "web")
@@ -31,7 +31,8 @@ def test_pods_as_decisions_see_them() -> None:
     scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     waiting = {"name": "engine", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
     fleet = fleet_of(
-        [
+        read_pod(obj)
+        for obj in [
             pod("b"),
             pod("a", metadata={"deletionTimestamp": "2027-01-15T08:00:00Z"}),
             pod("c", metadata={"labels": {"ullage.dev/traffic": "off"}}),
