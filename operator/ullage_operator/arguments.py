@@ -62,6 +62,11 @@ def _ullage(service: InferenceService) -> dict[str, object]:
     }
 
 
+def worker_arguments(service: InferenceService) -> list[str]:
+    """What the engine's other pods are told besides: they serve no API of their own."""
+    return ["--headless"] if service.spec.engine.type == "vllm" else []
+
+
 def _vllm(service: InferenceService) -> dict[str, object]:
     model, engine = service.spec.model, service.spec.engine
     cache, draft = engine.kv_cache, engine.speculation
@@ -83,7 +88,8 @@ def _vllm(service: InferenceService) -> dict[str, object]:
         "--tensor-parallel-size": engine.tensor_parallel,
         "--enable-prefix-caching": cache.prefix_reuse,
         "--no-enable-prefix-caching": not cache.prefix_reuse,
-        "--kv-offloading-size": cache.host_memory_bytes and f"{cache.host_memory_bytes / GIB:g}",
+        # The sum over all ranks, those on other pods included.
+        "--kv-offloading-size": cache.host_memory_bytes and f"{cache.host_memory_bytes * engine.nodes / GIB:g}",
         "--kv-offloading-backend": "native" if cache.host_memory_bytes else None,
         "--speculative-config": speculative and json.dumps(speculative, separators=(",", ":")),
         "--middleware": GATE,
@@ -94,6 +100,7 @@ def _vllm(service: InferenceService) -> dict[str, object]:
 def _sglang(service: InferenceService) -> dict[str, object]:
     model, engine = service.spec.model, service.spec.engine
     cache, draft = engine.kv_cache, engine.speculation
+    ranks = max(1, engine.tensor_parallel // engine.nodes)
     return {
         "--model-path": model.source,
         "--served-model-name": service.served_name,
@@ -107,7 +114,8 @@ def _sglang(service: InferenceService) -> dict[str, object]:
         "--tp-size": engine.tensor_parallel,
         "--disable-radix-cache": not cache.prefix_reuse,
         "--enable-hierarchical-cache": cache.host_memory_bytes is not None,
-        "--hicache-size": cache.host_memory_bytes and max(1, cache.host_memory_bytes // 10**9),
+        # Of each rank, in whole 10**9 bytes.
+        "--hicache-size": cache.host_memory_bytes and max(1, cache.host_memory_bytes // ranks // 10**9),
         "--speculative-algorithm": draft and draft.method.upper(),
         "--speculative-num-draft-tokens": draft and draft.tokens,
         "--enable-metrics": True,

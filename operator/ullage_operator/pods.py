@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ullage_operator import hooks
-from ullage_operator.arguments import AgentFiles, agent_arguments, engine_arguments, engine_command
+from ullage_operator.arguments import AgentFiles, agent_arguments, engine_arguments, engine_command, worker_arguments
 from ullage_operator.fleet import TRAFFIC_LABEL, TRAFFIC_ON
 from ullage_operator.model import InferenceService, Resources
 from ullage_operator.remediation import SERVICE_LABEL
@@ -32,8 +32,8 @@ GRACE_SECONDS = 120
 """From the beginning of a pod's end to the kill: in-flight answers are finished within it."""
 ENDPOINT_SECONDS = 5
 """Wait before draining until the load balancers have dropped the pod."""
-DRAIN_SECONDS = GRACE_SECONDS - 15
-"""Longest time that the hooks hold a pod's end up; what is left is for the engine to end in order."""
+END_SECONDS = 15
+"""Part of that which the hooks leave for the engine to end in order."""
 LOAD_SECONDS = 1800
 """Longest time for a model to load before the engine counts as hung."""
 AGENT_DEFAULTS = Resources(requests={"cpu": "20m", "memory": "64Mi"}, limits={"memory": "192Mi"})
@@ -71,6 +71,7 @@ def worker_template(service: InferenceService, images: Images) -> dict[str, Any]
     """Template of the other pods of an engine on several nodes: the engine alone, and no part of the service."""
     spec = _pod(service, images)
     engine = {k: v for k, v in spec["containers"][0].items() if not k.endswith("Probe") and k != "lifecycle"}
+    engine["args"] = [*engine["args"], *worker_arguments(service)]
     mounts = {mount["name"] for mount in engine["volumeMounts"]}
     volumes = [volume for volume in spec["volumes"] if volume["name"] in mounts]
     own = {"metadata": {"labels": {}}, "spec": {**spec, "containers": [engine], "volumes": volumes}}
@@ -134,12 +135,19 @@ def _engine(service: InferenceService, images: Images) -> dict[str, Any]:
 def _leave(service: InferenceService) -> Object:
     """Runs before the engine is told to stop: holds that up until the agent's hook has drained it."""
     metrics = f"http://127.0.0.1:{service.spec.engine.port}/metrics"
-    return _pre_stop("leave", RUN_DIR, DRAIN_SECONDS, metrics)
+    return _pre_stop("leave", RUN_DIR, _drain_seconds(service), metrics)
 
 
 def _drain(service: InferenceService) -> Object:
     """Runs beside that, before the agent is told to stop: has the agent drain the engine."""
-    return _pre_stop("drain", RUN_DIR, SECRET_DIR, service.spec.agent.action_port, ENDPOINT_SECONDS, DRAIN_SECONDS)
+    port, longest = service.spec.agent.action_port, _drain_seconds(service)
+    return _pre_stop("drain", RUN_DIR, SECRET_DIR, port, ENDPOINT_SECONDS, longest)
+
+
+def _drain_seconds(service: InferenceService) -> int:
+    """Longest time that the hooks hold a pod's end up, also where the user gave it another grace."""
+    pod = (service.spec.pod_template or {}).get("spec") or {}
+    return max(1, int(pod.get("terminationGracePeriodSeconds") or GRACE_SECONDS) - END_SECONDS)
 
 
 def _pre_stop(hook: str, *arguments: object) -> Object:

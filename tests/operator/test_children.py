@@ -136,6 +136,7 @@ def test_a_pod_template_is_merged_by_strategy(build: Any) -> None:
     assert (labels["team"], labels["ullage.dev/service"]) == ("search", "web"), "found under its labels in any case"
     assert template["metadata"]["annotations"] == {"a": "b"}
     assert spec["terminationGracePeriodSeconds"] == 600
+    assert "585" in spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"], "the drain has all of the grace"
     engine, agent, proxy = spec["containers"]
     assert (agent["name"], proxy) == ("agent", {"name": "proxy", "image": "proxy:1"})
     environment = {e["name"]: e["value"] for e in engine["env"]}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -304,6 +304,59 @@ def test_killed_after_every_write_nothing_is_lost_doubled_or_stuck(
         acted = metric(http_get(f"http://{pod.address}:9400/metrics"), EVICTED)
         assert 1 <= acted <= len(begun)
         assert len(kubectl.list("deployment")) == len(kubectl.list("pod")) == 1
+
+
+def test_killed_after_every_write_of_a_change_of_size(
+    operator: Any, kubectl: Kubectl, control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    """One up and one down, each by operators that die one write later than the one before, until it is done."""
+
+    def engines(index: int) -> dict[str, Any]:
+        return FULL if index == 0 else idle(3)
+
+    def live(writes: int, done: Callable[[], Any]) -> None:
+        command = [sys.executable, "-m", "mortal", str(writes), *operator().arguments]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        life = subprocess.Popen(command, cwd=ROOT / "tests" / "envtest", **quiet)  # type: ignore[call-overload]
+        try:
+            eventually("its death, or the end of all work", lambda: life.poll() is not None or done())
+            assert life.poll() in (None, -9)
+        finally:
+            life.kill()
+            life.wait()
+
+    def through(done: Callable[[], Any]) -> int:
+        """Lives that it took."""
+        for writes in range(1, 40):
+            live(writes, done)
+            if done():
+                return writes
+        raise AssertionError("40 lives were not enough")
+
+    def desired() -> int:
+        return int((kubectl.get("infsvc", "web") or {})["spec"]["replicas"].get("desired") or 1)
+
+    up = {"evict": {"enabled": False}, "scaleDown": {"enabled": False}}
+    kubectl.apply(service(**up))
+    with Kubelet(control_plane, kubectl.namespace, tmp_path / "node", engines=engines) as node:
+        assert through(lambda: phase(kubectl, "scaleUp", "Succeeded")) > 2
+        assert desired() == 2
+        (grown,) = records(kubectl, "scaleUp")
+        assert len(node.pods) == 2
+        full = next(pod for pod in node.pods.values() if pod.name == grown["spec"]["pod"])
+        kubectl.run("delete", "pod", full.name, "--wait=false")
+        eventually("its successor", lambda: full.name not in {p.name for p in node.pods.values()})
+        kubectl.apply(service(evict={"enabled": False}))
+        assert through(lambda: phase(kubectl, "scaleDown", "Succeeded")) > 2
+        assert desired() == 1
+        eventually("one pod", lambda: len(kubectl.list("pod")) == 1)
+        with operator():
+            eventually("an end to each", lambda: {r["status"]["phase"] for r in kubectl.list("remed")} <= FINAL)
+        assert len(records(kubectl, "scaleUp")) == 1, "no step was doubled"
+        (left,) = kubectl.list("pod")
+        assert left["metadata"]["labels"]["ullage.dev/traffic"] == "on"
+        assert len(kubectl.list("deployment")) == 1
+        assert sum(r["status"]["phase"] == "Succeeded" for r in records(kubectl, "scaleDown")) == 1
 
 
 @pytest.fixture

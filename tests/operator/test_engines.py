@@ -10,7 +10,7 @@ from ullage_operator.arguments import engine_arguments, engine_command
 from ullage_operator.desired import Images
 from ullage_operator.errors import ManifestError
 from ullage_operator.manifest import read_service
-from ullage_operator.pods import pod_template
+from ullage_operator.pods import pod_template, worker_template
 
 SHARE = {"memory": None, "memoryShare": 0.85}
 
@@ -83,7 +83,7 @@ def test_sglang(build: Any) -> None:
         "--tp-size=8",
         "--disable-radix-cache",
         "--enable-hierarchical-cache",
-        "--hicache-size=20",
+        "--hicache-size=5",
         "--speculative-algorithm=NGRAM",
         "--speculative-num-draft-tokens=3",
         "--enable-metrics",
@@ -93,6 +93,23 @@ def test_sglang(build: Any) -> None:
         "--host=0.0.0.0",
         "--port=8000",
     ]
+
+
+def test_a_tier_on_several_nodes_is_told_as_each_engine_counts_it(build: Any) -> None:
+    """`hostMemory` is one pod's: vLLM wants the sum over all ranks, SGLang (above) the share of one."""
+    made = arguments(build, type="vllm", image="v", nodes=2, tensorParallel=8, cache={"hostMemory": "16Gi"})
+    assert "--kv-offloading-size=32" in made
+
+
+def test_only_the_first_of_vllm_s_pods_serves_an_api(build: Any) -> None:
+    changes = {"nodes": 2, "tensorParallel": 2}
+    for kind, cache, words in (("vllm", {}, ["--headless"]), ("sglang", SHARE, [])):
+        service = read_service(manifest(build, type=kind, image="i", cache=cache, **changes))
+        images = Images(engine="e", agent="a")
+        first = pod_template(service, images)["spec"]["containers"][0]
+        (other,) = worker_template(service, images)["spec"]["containers"]
+        assert other["args"] == [*first["args"], *words]
+        assert "lifecycle" not in other
 
 
 @pytest.mark.parametrize(
@@ -115,6 +132,10 @@ def test_sglang(build: Any) -> None:
         ({"cache": SHARE}, "spec.engine.kvCache.memoryShare: 0.85 is asked for"),
         ({"cache": {"memory": None}}, "spec.engine.kvCache.memory: is missing"),
         ({"cache": {"memoryShare": 0.5}}, "spec.engine.kvCache.memoryShare: 0.5 is set beside memory 48Mi"),
+        (
+            {"type": "vllm", "image": "v", "cache": {"blockSize": 8}},
+            "spec.engine.kvCache.blockSize: 8 is not offered by vllm; set 16 or 32",
+        ),
         ({"type": "vllm", "image": "v", "threads": 4}, "spec.engine.threads: 4 is set, but vllm has no such setting"),
         ({"type": "vllm", "image": "v", "cache": {"type": "int8"}}, "spec.engine.kvCache.type: 'int8' is not offered"),
         (

@@ -20,6 +20,9 @@ class Inability:
     message: str
 
 
+VLLM_BLOCK = 16
+"""Its attention kernels take multiples of it."""
+
 Rule = Callable[[Engine], Inability | None]
 
 
@@ -62,6 +65,8 @@ def _others(engine: Engine) -> Inability | None:
         return Inability("kvCache.type", f"{cache.type!r} is not offered by {name}; set fp8 or bf16")
     if cache.eviction != Eviction():
         return Inability("kvCache.eviction", f"is set, but {name} cannot evict from running sequences; leave it out")
+    if name == "vllm" and cache.block_size % VLLM_BLOCK:
+        return Inability("kvCache.blockSize", f"{cache.block_size} is not offered by vllm; set 16 or 32")
     if name == "sglang" and cache.memory is not None:
         return Inability(
             "kvCache.memory", f"{cache.memory!r} is set, but sglang sizes its pool by share; set kvCache.memoryShare"

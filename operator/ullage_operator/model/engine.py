@@ -67,7 +67,7 @@ class KVCache(Part):
     prefix_reuse: bool = True
     """Keep blocks of finished requests for later ones with the same prefix."""
     host_memory: CacheMemory | None = None
-    """Main memory of the offload tier, to which blocks go before they are dropped; absent: no such tier."""
+    """Main memory of one pod for the offload tier, to which blocks go before they are dropped; absent: no such tier."""
     eviction: Eviction = Field(default_factory=Eviction)
     """Limits of eviction from running sequences."""
 
