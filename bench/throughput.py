@@ -85,10 +85,10 @@ def model_and_text() -> tuple[Path, list[int]]:
     """The model's folder, and real text in its tokens."""
     from transformers import AutoTokenizer
 
-    from ullage_engine import main as program
     from ullage_engine import models
+    from ullage_engine.config import default_cache_dir
 
-    folder = models.folder_for(models.resolve(MODEL), program._cache_dir())
+    folder = models.folder_for(models.resolve(MODEL), default_cache_dir())
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return folder, tokenizer(real_text(), add_special_tokens=False, verbose=False).input_ids
 

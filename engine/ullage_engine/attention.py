@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from ullage_engine.kernels.cpu import Decoding
 from ullage_engine.layout import BlockStore, Section
 from ullage_engine.quant import decode
 from ullage_engine.scheduler import Chunk
@@ -48,6 +49,8 @@ class Batch:
     slots: torch.Tensor
     """[T] where each packed token's key and value go."""
     groups: tuple[Group, ...]
+    decoding: Decoding | None = None
+    """Sequences that compute one token, where the store has kernels; else they are among the groups."""
 
 
 def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device) -> Batch:
@@ -62,8 +65,22 @@ def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device) -> 
             single.append((at, chunk))
         else:
             groups.append(_group(store, [(at, chunk)], device))
-    groups.extend(_group(store, members, device) for members in _alike(store, single))
-    return Batch(store, torch.tensor(slots, device=device), tuple(groups))
+    decoding = _decoding(store, single) if single and store.kernels is not None else None
+    if decoding is None:
+        groups.extend(_group(store, members, device) for members in _alike(store, single))
+    return Batch(store, torch.tensor(slots, device=device), tuple(groups), decoding)
+
+
+def _decoding(store: BlockStore, single: list[tuple[int, Chunk]]) -> Decoding:
+    sequences = [chunk.sequence for _, chunk in single]
+    width = max(store.layout.blocks_for(s.kept + 1) for s in sequences)
+    return Decoding(
+        at=torch.tensor([at for at, _ in single]),
+        tables=torch.tensor([_padded(s.table, width) for s in sequences]),
+        starts=torch.tensor([_padded(s.starts, width) for s in sequences]),
+        rows=torch.tensor([s.kept + 1 for s in sequences]),
+        positions=torch.tensor([s.computed for s in sequences]),
+    )
 
 
 def _alike(store: BlockStore, single: list[tuple[int, Chunk]]) -> list[list[tuple[int, Chunk]]]:
@@ -132,22 +149,60 @@ def paged_attention(
     Returns:
         [1, T, Hq, D] and no weights.
     """
+    packed = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    batch = ullage_batch
-    batch.store.write(layer, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    out = torch.empty_like(query[0].transpose(0, 1))  # [T, Hq, D]
+    return attend_packed(layer, *packed, ullage_batch, scaling, sliding_window, softcap).unsqueeze(0), None
+
+
+def attend_packed(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: Batch,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Write one layer's keys and values of all packed tokens, and attend.
+
+    Args:
+        query: [T, Hq, D] after RoPE.
+        key, value: [T, Hkv, D].
+
+    Returns:
+        [T, Hq, D], contiguous.
+    """
+    store = batch.store
+    store.write(layer, batch.slots, key, value)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if batch.decoding is not None:
+        store.decode(layer, batch.decoding, query, out, scaling=scaling, window=window, softcap=softcap)
     for group in batch.groups:
-        # [Hq, N * count, D] -> [N, Hq, count, D]
-        queries = query[0].index_select(1, group.rows).view(query.shape[1], -1, group.count, query.shape[3])
-        queries = queries.transpose(0, 1)
-        mask = _within(group, sliding_window)
-        if group.count == 1 and batch.store.layout.groups == 1 and batch.store.layout.cells[layer].kind.quantised:
-            result = attend_codes(queries, *batch.store.read_codes(layer, group.tables), mask, scaling, softcap)
-        else:
-            keys, values = batch.store.read(layer, group.tables, query.dtype)
-            result = attend(queries, keys, values, mask, scaling, softcap)
-        out[group.rows] = result.transpose(1, 2).flatten(0, 1)
-    return out.unsqueeze(0), None
+        out[group.rows] = _attend_group(layer, query, group, store, scaling, window, softcap)
+    return out
+
+
+def _attend_group(
+    layer: int,
+    query: torch.Tensor,
+    group: Group,
+    store: BlockStore,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Results [N * count, Hq, D] of a group's queries, which are in the cache already."""
+    # [N * count, Hq, D] -> [N, Hq, count, D]
+    queries = query.index_select(0, group.rows).view(-1, group.count, *query.shape[1:]).transpose(1, 2)
+    mask = _within(group, window)
+    layout = store.layout
+    if group.count == 1 and layout.groups == 1 and layout.cells[layer].kind.quantised:
+        result = attend_codes(queries, *store.read_codes(layer, group.tables), mask, scaling, softcap)
+    else:
+        keys, values = store.read(layer, group.tables, query.dtype)
+        result = attend(queries, keys, values, mask, scaling, softcap)
+    return result.transpose(1, 2).flatten(0, 1)
 
 
 def _within(group: Group, sliding_window: int | None) -> torch.Tensor:

@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 from ullage_engine import attention, centring, models, sizing
-from ullage_engine.config import EngineConfig
+from ullage_engine.config import EngineConfig, default_cache_dir
 from ullage_engine.engine import Engine, EngineIdentity
-from ullage_engine.errors import ConfigError, SizingError
+from ullage_engine.errors import ConfigError, KernelError, SizingError
 from ullage_engine.eviction import Protection
+from ullage_engine.fused import fuse_layers
+from ullage_engine.kernels import cpu_build
+from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import BlockStore, CacheLayout
 from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.measure import measure_step
-from ullage_engine.packing import cpu_has_matrix_units, pack_linears
+from ullage_engine.packing import PackedLinear, cpu_has_matrix_units, pack_linears
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.runner import ModelRunner
@@ -56,21 +59,58 @@ def build_engine(config: EngineConfig) -> LoadedEngine:
     dtype = _dtype(config.dtype, device)
     layout = _check_size(config, folder, dtype, device)
     loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
-    if device.type == "cpu" and dtype == torch.bfloat16 and cpu_has_matrix_units():
-        log.info("%d linear layers laid out for the CPU's matrix units", pack_linears(loaded.model))
-    store = _allocate(config, loaded, layout, device)
+    centre = centring.key_means(loaded.model) if config.kv_centring else None
+    kernels = _kernels(config, device)
+    if device.type == "cpu":
+        _speed_up(loaded.model, dtype, kernels)
+    store = _allocate(config, loaded, layout, device, centre, kernels)
     loop = assemble(config, loaded, store, device)
     loop.start()
     return LoadedEngine(loop, loaded.tokenizer)
 
 
+def _kernels(config: EngineConfig, device: torch.device) -> CpuKernels | None:
+    """The compiled CPU kernels, unless they are not wanted, or not to be had and not insisted on."""
+    if device.type != "cpu" or config.cpu_kernels == "torch":
+        return None
+    try:
+        return CpuKernels(cpu_build.library((config.cache_dir or default_cache_dir()) / "kernels"))
+    except KernelError as error:
+        if config.cpu_kernels == "native":
+            raise KernelError(f"--cpu-kernels: native is not to be had: {error}; leave the option out") from error
+        log.warning("torch alone computes attention, several times slower than compiled kernels: %s", error)
+        return None
+
+
+def _speed_up(model: Any, dtype: torch.dtype, kernels: CpuKernels | None) -> None:
+    """The same weights, in the order that this CPU multiplies fastest, in as few operations as it allows."""
+    packs = dtype == torch.bfloat16 and cpu_has_matrix_units()
+    fused = fuse_layers(model, kernels, PackedLinear if packs else _as_it_is) if kernels is not None else 0
+    packed = pack_linears(model) if packs else 0
+    log.info("%d layers fused, %d more linear layers laid out for the CPU's matrix units", fused, packed)
+
+
+def _as_it_is(linear: torch.nn.Linear) -> torch.nn.Module:
+    return linear
+
+
 def _allocate(
-    config: EngineConfig, loaded: models.LoadedModel, layout: CacheLayout, device: torch.device
+    config: EngineConfig,
+    loaded: models.LoadedModel,
+    layout: CacheLayout,
+    device: torch.device,
+    centre: torch.Tensor | None,
+    kernels: CpuKernels | None,
 ) -> BlockStore:
     """The KV cache, sized after the largest step has been measured."""
     context = config.max_model_len or models.shape_of(loaded.config).max_positions
     activations = measure_step(
-        loaded.model, layout, tokens=config.max_batch_tokens, sequences=config.max_sequences, device=device
+        loaded.model,
+        layout,
+        tokens=config.max_batch_tokens,
+        sequences=config.max_sequences,
+        device=device,
+        kernels=kernels,
     ) + layout.workspace_bytes(max(context, attention.GROUP_TOKENS))
     blocks = sizing.block_count(
         layout,
@@ -81,9 +121,8 @@ def _allocate(
         memory=_memory(device),
     )
     log.info("largest step takes %.1f MiB; KV cache of %d blocks", activations / sizing.MIB, blocks)
-    centre = centring.key_means(loaded.model) if config.kv_centring else None
     try:
-        return BlockStore(layout, blocks, device, centre)
+        return BlockStore(layout, blocks, device, centre, kernels)
     except RuntimeError as error:
         raise SizingError(
             f"--kv-memory: allocating {blocks} blocks of {layout.block_bytes} bytes failed on {device}: {error}"

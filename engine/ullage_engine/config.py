@@ -6,7 +6,9 @@ set, in which unit and range. Non-goal: reading arguments (`main`) or deciding s
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -18,11 +20,13 @@ KvType = Literal["fp8", "int8", "bf16", "fp32"]
 BlockSize = Literal[8, 16, 32]
 Dtype = Literal["auto", "float32", "bfloat16"]
 EvictionPolicy = Literal["recency"]
+CpuKernelChoice = Literal["auto", "native", "torch"]
 
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
+CPU_KERNELS: tuple[CpuKernelChoice, ...] = get_args(CpuKernelChoice)
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]i?B?|B)?", re.IGNORECASE)
 _UNIT_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -44,6 +48,13 @@ def parse_size(text: str, *, name: str) -> int:
     if not 1 <= size <= _MAX_SIZE:
         raise ConfigError(f"{name}: {text!r} is {size} bytes, outside 1 byte to 1 EiB")
     return size
+
+
+def default_cache_dir() -> Path:
+    """In the user's cache folder; the temporary one for a user without a home, as in a container."""
+    home = os.environ.get("HOME")
+    cache = os.environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else tempfile.gettempdir())
+    return Path(cache) / "ullage" / "models"
 
 
 def _require(condition: bool, flag: str, value: object, remedy: str) -> None:
@@ -88,6 +99,8 @@ class EngineConfig:
     """Of weights and activations; auto: bfloat16 on a GPU and on a CPU with matrix units, else float32."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
+    cpu_kernels: CpuKernelChoice = "auto"
+    """native: compiled ones, or the start fails; torch: none; auto: compiled ones where a compiler is found."""
     eviction_policy: EvictionPolicy = "recency"
     protected_tokens: int = 256
     """First tokens of each sequence that eviction never touches."""
@@ -95,7 +108,7 @@ class EngineConfig:
     """Last tokens of each sequence that eviction never touches."""
     prefix_reuse: bool = True
     cache_dir: Path | None = None
-    """Where converted weights are kept between starts; None: not kept."""
+    """Where converted weights and compiled kernels are kept between starts; None: weights are not kept."""
 
     def __post_init__(self) -> None:
         _require(
@@ -114,6 +127,7 @@ class EngineConfig:
         _require_one_of(self.block_size, BLOCK_SIZES, "--block-size")
         _require_one_of(self.dtype, DTYPES, "--dtype")
         _require_one_of(self.eviction_policy, EVICTION_POLICIES, "--eviction-policy")
+        _require_one_of(self.cpu_kernels, CPU_KERNELS, "--cpu-kernels")
         self._check_numbers()
 
     def _check_numbers(self) -> None:

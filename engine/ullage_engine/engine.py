@@ -17,7 +17,7 @@ import torch
 from ullage_engine.eviction import EvictionPlan, Protection, evict, plan_eviction, share_of
 from ullage_engine.pool import BlockPool
 from ullage_engine.request import AdmissionLimit, FinishReason, GenerationRequest, Sink, TokenOutput
-from ullage_engine.sampler import Sampled, sample
+from ullage_engine.sampler import Row, Sampled, rows_of, sample
 from ullage_engine.scheduler import Chunk, Scheduler
 from ullage_engine.sequence import Sequence
 from ullage_engine.snapshot import BlockCounts, Counters, EngineSnapshot, EvictionReport
@@ -157,20 +157,19 @@ class Engine:
         self._watch(chunks)
         self.forked = []
         for chunk, row in self._forward(chunks):
-            completes = chunk.completes
             self.scheduler.computed(chunk)
-            if completes:
+            if row is not None:
                 self._start_forks(chunk.sequence, row)
                 self._next_token(chunk.sequence, row)
         self.steps += 1
         return chunks
 
-    def _start_forks(self, parent: Sequence, logits: torch.Tensor) -> None:
+    def _start_forks(self, parent: Sequence, row: Row) -> None:
         """Forks draw their first token from their parent's logits, each with its own randomness."""
         for child in self._parked.pop(parent.request_id, []):
             if self.scheduler.fork(parent, child):
                 self.forked.append(child.request_id)
-                self._next_token(child, logits)
+                self._next_token(child, row)
 
     def _watch(self, chunks: list[Chunk]) -> None:
         """End the head of the queue when nothing at all has moved for `STALL_PASSES` passes."""
@@ -181,8 +180,8 @@ class Engine:
             self._fail(head, f"no KV blocks became available in {self._stalled} passes of an idle engine")
             self._stalled = 0
 
-    def _forward(self, chunks: list[Chunk]) -> list[tuple[Chunk, torch.Tensor]]:
-        """Chunks computed, each with its logits row (empty for those that don't complete).
+    def _forward(self, chunks: list[Chunk]) -> list[tuple[Chunk, Row | None]]:
+        """Chunks computed, each with its row of logits (None for those that don't complete).
 
         A pass that raises is repeated chunk by chunk, so that only the one that can't be computed fails: writing the
         same keys and values to the same slots again does no harm.
@@ -190,18 +189,17 @@ class Engine:
         if not chunks:
             return []
         try:
-            logits = iter(self._runner.forward(chunks))
+            rows = iter(rows_of(self._runner.forward(chunks)))
         except Exception as error:
             if len(chunks) > 1:
                 return [pair for chunk in chunks for pair in self._forward([chunk])]
             log.exception("request %s failed in the model", chunks[0].sequence.request_id)
             self._fail(chunks[0].sequence, f"the model failed on this request: {type(error).__name__}")
             return []
-        nothing = torch.empty(0)
-        return [(chunk, next(logits) if chunk.completes else nothing) for chunk in chunks]
+        return [(chunk, next(rows) if chunk.completes else None) for chunk in chunks]
 
-    def _next_token(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        chosen = sample(logits, sequence.request.sampling, sequence.generator)
+    def _next_token(self, sequence: Sequence, row: Row) -> None:
+        chosen = sample(row, sequence.request.sampling, sequence.generator)
         if chosen is None:
             self._fail(sequence, "the model produced NaN or infinity for this request")
             return
@@ -302,6 +300,7 @@ class Engine:
                 pinned=0,
             ),
             largest_free_run=self.pool.largest_free_run(),
+            largest_allocation=self.pool.available,
             slots_allocated=usage.active * self.pool.block_tokens,
             slots_filled=usage.slots_filled,
             running=len(scheduler.running),

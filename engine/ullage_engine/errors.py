@@ -3,7 +3,8 @@
 EngineError
 ├── ConfigError          a setting that cannot work; ends the start with one line
 │   ├── ModelError       the model cannot be found, read or served
-│   └── SizingError      the KV cache does not fit the memory given
+│   ├── SizingError      the KV cache does not fit the memory given
+│   └── KernelError      the CPU kernels cannot be compiled or loaded
 ├── RequestRejected      a request refused before it holds any memory
 │   ├── RequestTooLong   can never fit, or exceeds a limit in force for good
 │   └── Overloaded       refused for now; carries `retry_after_s`
@@ -31,6 +32,10 @@ class ModelError(ConfigError):
 
 class SizingError(ConfigError):
     """The KV cache does not fit the memory given."""
+
+
+class KernelError(ConfigError):
+    """The CPU kernels cannot be compiled or loaded."""
 
 
 class RequestRejected(EngineError):

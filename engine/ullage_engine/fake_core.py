@@ -179,6 +179,7 @@ class FakeCore:
             block_bytes=pool.block_bytes,
             blocks=BlockCounts(total=pool.total, free=free, active=active, cached=pool.cached, in_flight=0, pinned=0),
             largest_free_run=free,
+            largest_allocation=free + pool.cached,
             slots_allocated=active * pool.block_tokens,
             slots_filled=active * pool.block_tokens,
             running=sum(not live.queued for live in self._live.values()),

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 
 from ullage_engine.errors import ConfigError
+from ullage_engine.kernels.cpu import Cells, CpuKernels, Decoding
 from ullage_engine.quant import CACHE_TYPES, CacheType, KvType, dequantise, quantise
 
 ALIGN = 16
@@ -158,6 +159,7 @@ class BlockStore:
     Args:
         centre: [layers, kv_heads, head_size] subtracted from keys before they are stored. A vector common to all keys
             of a head shifts all logits of a query alike, so softmax does not see it, and codes lose no range to it.
+        kernels: what writes and reads, where the bytes are in host memory; None: torch.
     """
 
     def __init__(
@@ -166,9 +168,11 @@ class BlockStore:
         blocks: int,
         device: torch.device | str = "cpu",
         centre: torch.Tensor | None = None,
+        kernels: CpuKernels | None = None,
     ) -> None:
         self.layout = layout
         self.centre = centre
+        self.kernels = kernels if kernels is not None and kernels.serves(layout) else None
         self.data = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device=device)
 
     @property
@@ -188,6 +192,10 @@ class BlockStore:
             slots: [T] int64, `block * block_tokens + offset`, all different.
             keys, values: [T, kv_heads, head_size], after RoPE.
         """
+        if self.kernels is not None:
+            centre = None if self.centre is None else self.centre[layer]
+            self.kernels.write(self._native[layer], slots, keys, values, centre)
+            return
         block, offset = slots // self.layout.block_tokens, slots % self.layout.block_tokens
         if self.centre is not None:
             keys = keys - self.centre[layer]
@@ -200,6 +208,8 @@ class BlockStore:
 
     def read(self, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantised keys and values, each [N, kv_heads, B * block_tokens, head_size], of blocks [N, B] int64."""
+        if self.kernels is not None:
+            return self.kernels.read(self._native[layer], blocks, dtype)
         keys, values = self.read_codes(layer, blocks)
         return dequantise(keys.codes, keys.scales, dtype), dequantise(values.codes, values.scales, dtype)
 
@@ -215,6 +225,31 @@ class BlockStore:
         else:
             rows = self._rows(layer).index_select(0, blocks.reshape(-1)).view(count, width, heads, size).transpose(1, 2)
         return self._sections(layer, rows, (count, heads, width * self.layout.block_tokens))
+
+    def decode(
+        self,
+        layer: int,
+        decoding: Decoding,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Attention of one query token a sequence over one layer, into `out`; see `CpuKernels.decode`.
+
+        Raises:
+            ValueError: this store has no kernels.
+        """
+        if self.kernels is None:
+            raise ValueError("this store has no kernels; attend to what `read` gives")
+        self.kernels.decode(self._native[layer], decoding, query, out, scaling=scaling, window=window, softcap=softcap)
+
+    @cached_property
+    def _native(self) -> tuple[Cells, ...]:
+        """Each layer as the kernels see it."""
+        return tuple(CpuKernels.cells(self.data, self.layout, layer) for layer in range(self.layout.layers))
 
     def read_cells(self, layer: int, cells: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantised keys and values, each [N, H, C * block_tokens, head_size], of cell ids [N, H, C] int64.

@@ -10,10 +10,8 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +19,7 @@ from typing import Any, NoReturn
 from ullage_engine.api.core import LoadedEngine
 from ullage_engine.config import (
     BLOCK_SIZES,
+    CPU_KERNELS,
     DTYPES,
     EVICTION_POLICIES,
     KV_TYPES,
@@ -28,6 +27,7 @@ from ullage_engine.config import (
     ServerConfig,
     TcpAddress,
     UnixAddress,
+    default_cache_dir,
     parse_size,
 )
 from ullage_engine.errors import ConfigError
@@ -70,7 +70,14 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
     group.add_argument("--threads", type=_whole, metavar="N", help="CPU threads of torch")
     group.add_argument(
-        "--cache-dir", type=Path, default=_cache_dir(), metavar="DIR", help="keep converted weights here (%(default)s)"
+        "--cpu-kernels", choices=CPU_KERNELS, default="auto", help="compiled for this CPU, or torch alone (%(default)s)"
+    )
+    group.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=default_cache_dir(),
+        metavar="DIR",
+        help="keep converted weights and compiled kernels here (%(default)s)",
     )
 
 
@@ -116,13 +123,6 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag, type=_seconds, default=default, metavar="S", help=f"{text} (%(default)g)")
 
 
-def _cache_dir() -> Path:
-    """The user's cache folder; the temporary one for a user without a home, as in a container."""
-    home = os.environ.get("HOME")
-    cache = os.environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else tempfile.gettempdir())
-    return Path(cache) / "ullage" / "models"
-
-
 def _whole(text: str) -> int:
     if not text.removeprefix("-").isdecimal() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
@@ -166,6 +166,7 @@ def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
         max_queue=parsed.max_queue,
         dtype=parsed.dtype,
         threads=parsed.threads,
+        cpu_kernels=parsed.cpu_kernels,
         eviction_policy=parsed.eviction_policy,
         protected_tokens=parsed.protected_tokens,
         recent_tokens=parsed.recent_tokens,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import BlockStore, CacheLayout
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.runner import ModelRunner
@@ -27,10 +28,18 @@ RESET_PEAK = "5"
 """Written to clear_refs: the peak of resident memory starts anew (proc(5))."""
 
 
-def measure_step(model: Any, layout: CacheLayout, *, tokens: int, sequences: int, device: torch.device) -> int:
+def measure_step(
+    model: Any,
+    layout: CacheLayout,
+    *,
+    tokens: int,
+    sequences: int,
+    device: torch.device,
+    kernels: CpuKernels | None = None,
+) -> int:
     """Bytes that a step of `tokens` tokens and `sequences` logits rows takes beyond the cache itself."""
     chunks = _largest(layout, tokens, min(sequences, tokens))
-    scratch = BlockStore(layout, sum(len(chunk.sequence.table) for chunk in chunks), device)
+    scratch = BlockStore(layout, sum(len(chunk.sequence.table) for chunk in chunks), device, kernels=kernels)
     runner = ModelRunner(model, scratch, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,16 +20,35 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> Sampled | None:
-    """Choose one token from logits [V]; None where the model gave NaN or infinity, from which nothing can be chosen."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's logits, with what one pass over all rows has found."""
+
+    logits: torch.Tensor
+    """[V] float32."""
+    peak: float
+    """The greatest; NaN where any is NaN."""
+    likeliest: int
+
+
+def rows_of(logits: torch.Tensor) -> list[Row]:
+    """The rows of logits [n, V]."""
+    if not len(logits):
+        return []
+    peaks, likeliest = logits.max(-1)
+    return [Row(*row) for row in zip(logits, peaks.tolist(), likeliest.tolist(), strict=True)]
+
+
+def sample(row: Row, params: SamplingParams, generator: torch.Generator | None) -> Sampled | None:
+    """Choose one token; None where the model gave NaN or infinity, from which nothing can be chosen."""
     # one look is enough: the greatest of numbers with a NaN among them is NaN, and -inf everywhere leaves -inf
-    if not torch.isfinite(logits.max()):
+    if not math.isfinite(row.peak):
         return None
-    token = int(logits.argmax()) if params.temperature == 0 else _draw(logits, params, generator)
+    token = row.likeliest if params.temperature == 0 else _draw(row.logits, params, generator)
     if params.logprobs is None:
         return Sampled(token)
-    logprobs = logits.float().log_softmax(-1)
-    values, indices = logprobs.topk(min(params.logprobs, logits.numel()))
+    logprobs = row.logits.float().log_softmax(-1)
+    values, indices = logprobs.topk(min(params.logprobs, row.logits.numel()))
     top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
     return Sampled(token, float(logprobs[token]), top)
 

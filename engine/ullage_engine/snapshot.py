@@ -67,6 +67,9 @@ class EngineSnapshot:
     block_bytes: int
     blocks: BlockCounts
     largest_free_run: int
+    largest_allocation: int
+    """Most blocks that one allocation can have now. Block tables reach any block, so neighbours or not, free or cached,
+    each that is available counts."""
     slots_allocated: int
     slots_filled: int
     running: int
@@ -100,6 +103,7 @@ class EngineSnapshot:
             "block_bytes": self.block_bytes,
             "blocks": asdict(self.blocks),
             "largest_free_run": self.largest_free_run,
+            "largest_allocation": self.largest_allocation,
             "slots": {"allocated": self.slots_allocated, "filled": self.slots_filled},
             "requests": {
                 "running": self.running,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,28 @@ def smollm2(model_folder: Path) -> Any:
     from ullage_engine import models
 
     return models.load(model_folder, "smollm2-135m", torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def cpu_library() -> Path:
+    """The compiled CPU kernels, from the user's cache or made now."""
+    from ullage_engine.config import default_cache_dir
+    from ullage_engine.errors import KernelError
+    from ullage_engine.kernels import cpu_build
+
+    try:
+        return cpu_build.library(default_cache_dir() / "kernels")
+    except KernelError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(f"no CPU kernels here: {error}")
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels(cpu_library: Path) -> Any:
+    from ullage_engine.kernels.cpu import CpuKernels
+
+    return CpuKernels(cpu_library)
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_engine import make_engine, run, submit
 
 from ullage_engine import attention
-from ullage_engine.engine import Engine, EngineIdentity
-from ullage_engine.eviction import Protection
-from ullage_engine.layout import BlockStore, CacheLayout
-from ullage_engine.models import SUPPORTED, shape_of
-from ullage_engine.pool import BlockPool
-from ullage_engine.prefix import PrefixIndex
-from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
-from ullage_engine.runner import ModelRunner
-from ullage_engine.scheduler import Scheduler
+from ullage_engine.models import SUPPORTED
 
 SYSTEM = "You answer in one short paragraph and never repeat the question."
 QUESTIONS = (
@@ -41,43 +34,6 @@ QUESTIONS = (
     "Write one sentence in the style of a pirate.",
     "What is the opposite of cold?",
 )
-
-
-def make_engine(
-    model: Any, kind: str = "fp32", blocks: int = 128, size: int = 16, budget: int = 96, **options: Any
-) -> Engine:
-    shape = shape_of(model.config)
-    store = BlockStore(CacheLayout(shape.layers, shape.kv_heads, shape.head_size, size, kind), blocks)
-    pool = BlockPool(blocks, size, PrefixIndex("test", size))
-    scheduler = Scheduler(
-        pool,
-        max_batch_tokens=budget,
-        max_sequences=options.get("sequences", 8),
-        prefix_reuse=options.get("reuse", True),
-    )
-    return Engine(
-        identity=EngineIdentity(model="test", version="0"),
-        runner=ModelRunner(model, store, torch.device("cpu")),
-        pool=pool,
-        scheduler=scheduler,
-        protection=Protection(first_tokens=options.get("first", 16), recent_tokens=options.get("recent", 16)),
-    )
-
-
-def submit(engine: Engine, name: str, prompt: list[int], count: int, stop: frozenset[int]) -> list[TokenOutput]:
-    outputs: list[TokenOutput] = []
-    sampling = SamplingParams(max_tokens=count, temperature=0, stop_token_ids=stop)
-    engine.add(GenerationRequest(request_id=name, prompt=tuple(prompt), sampling=sampling), outputs.append)
-    return outputs
-
-
-def run(engine: Engine, prompts: list[list[int]], count: int, stop: frozenset[int] = frozenset()) -> list[list[int]]:
-    outputs = [submit(engine, f"r{i}", prompt, count, stop) for i, prompt in enumerate(prompts)]
-    while not engine.idle:
-        engine.step()
-    engine.check_integrity()
-    assert engine.pool.active == 0
-    return [[o.token for o in output if o.token is not None] for output in outputs]
 
 
 @pytest.fixture(scope="module")

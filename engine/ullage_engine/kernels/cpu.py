@@ -1,0 +1,186 @@
+"""Calls into the compiled CPU kernels (`cpu.cpp`): torch tensors in, torch tensors out, the GIL released meanwhile.
+
+Each method computes what its torch twin does (named in its docstring); tests hold one against the other. Arguments are
+checked here, since nothing is behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from ullage_engine.errors import KernelError
+
+if TYPE_CHECKING:
+    from ullage_engine.layout import CacheLayout
+
+LANES = 16
+"""Sizes are multiples of this."""
+MAX_HEAD_SIZE = 1024
+KINDS = {"fp8": 0, "int8": 1, "bf16": 2, "fp32": 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Cells(ctypes.Structure):
+    """One layer of a block store, as `cpu.cpp` has it."""
+
+    _fields_: ClassVar = [
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("block_bytes", "layer_offset", "cell_bytes")),
+        *((name, c_int64) for name in ("k_codes", "k_scales", "v_codes", "v_scales")),
+        *((name, c_int32) for name in ("kv_heads", "head_size", "block_tokens", "group", "kind")),
+    ]
+
+
+SIGNATURES: dict[str, list[type]] = {
+    "ullage_write": [c_void_p, c_void_p, c_int64, *[c_void_p, c_int64, c_int64] * 2, c_void_p, c_int32, c_int32],
+    "ullage_read": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
+    "ullage_decode": [
+        *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int64, c_float, c_float, c_int64,
+        c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32,
+    ],
+    "ullage_rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int32, c_int32],
+    "ullage_silu_mul": [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32],
+    "ullage_rotate": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32],
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Sequences of one step that each compute one token; all int64."""
+
+    at: torch.Tensor
+    """[N] their tokens in the step's packed tokens."""
+    tables: torch.Tensor
+    """[N, B] block ids, padded with anything."""
+    starts: torch.Tensor
+    """[N, B] position of each block's first token."""
+    rows: torch.Tensor
+    """[N] rows that the query sees, its own included."""
+    positions: torch.Tensor
+    """[N] of the queries."""
+
+
+class CpuKernels:
+    """The compiled library. Calls use as many threads as torch."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the library.
+
+        Raises:
+            KernelError: it can't be loaded here.
+        """
+        try:
+            self._library = ctypes.CDLL(str(path))
+            for name, arguments in SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = arguments, None
+        except (OSError, AttributeError) as error:
+            raise KernelError(f"the CPU kernels in {path} cannot be loaded: {error}") from error
+
+    @staticmethod
+    def serves(layout: CacheLayout) -> bool:
+        """Whether these head sizes and scale groups can be handled."""
+        sizes = (layout.head_size, layout.group_size)
+        return all(size % LANES == 0 for size in sizes) and layout.head_size <= MAX_HEAD_SIZE
+
+    # -- the cache -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def cells(data: torch.Tensor, layout: CacheLayout, layer: int) -> Cells:
+        """One layer of a store's bytes, to be handed to the methods below; lives as long as `data`."""
+        cell = layout.cells[layer]
+        return Cells(
+            data.data_ptr(), layout.block_bytes, layout.layer_offsets[layer], cell.size,
+            cell.k_codes, cell.k_scales, cell.v_codes, cell.v_scales,
+            layout.kv_heads, layout.head_size, layout.block_tokens, layout.group_size, KINDS[cell.kind.name],
+        )  # fmt: skip
+
+    def write(
+        self, cells: Cells, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, centre: torch.Tensor | None
+    ) -> None:
+        """`BlockStore.write` of one layer: rows [T, kv_heads, head_size] to slots [T]; centre [kv_heads, head_size]."""
+        keys, values = _rows_of(keys), _rows_of(values)
+        self._library.ullage_write(
+            ctypes.addressof(cells), slots.data_ptr(), slots.numel(),
+            keys.data_ptr(), keys.stride(0), keys.stride(1), values.data_ptr(), values.stride(0), values.stride(1),
+            None if centre is None else centre.data_ptr(), TYPES[keys.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+
+    def read(self, cells: Cells, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`BlockStore.read`: keys and values [N, kv_heads, B * block_tokens, head_size] of blocks [N, B]."""
+        blocks = blocks.contiguous()
+        count, width = blocks.shape
+        keys = torch.empty((count, cells.kv_heads, width * cells.block_tokens, cells.head_size), dtype=dtype)
+        values = torch.empty_like(keys)
+        self._library.ullage_read(
+            ctypes.addressof(cells), blocks.data_ptr(), count, width, keys.data_ptr(), values.data_ptr(),
+            TYPES[dtype], torch.get_num_threads(),
+        )  # fmt: skip
+        return keys, values
+
+    def decode(
+        self,
+        cells: Cells,
+        decoding: Decoding,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """`attention.attend` of one query token a sequence, into `out`; query and out are [T, Hq, head_size].
+
+        Keys and values are never dequantised: K scales multiply logits, V scales multiply probabilities.
+        """
+        query = _rows_of(query)
+        query = query if query.stride(1) == cells.head_size else query.contiguous()
+        if not out.is_contiguous():
+            raise ValueError(f"out must be contiguous, not of strides {out.stride()}")
+        self._library.ullage_decode(
+            ctypes.addressof(cells), decoding.tables.data_ptr(), decoding.starts.data_ptr(), decoding.tables.shape[1],
+            decoding.rows.data_ptr(), decoding.positions.data_ptr(), window or 0, scaling, softcap or 0.0,
+            decoding.at.numel(), query.data_ptr(), query.stride(0), decoding.at.data_ptr(),
+            out.data_ptr(), out.stride(0), query.shape[1], TYPES[query.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+
+    # -- around it -----------------------------------------------------------------------------------------------
+
+    def rms_norm(
+        self, values: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """transformers' RMSNorm of rows [T, size]; `residual`, if given, has `values` added to it first, in place."""
+        out = torch.empty((values.shape[0], values.shape[1]), dtype=values.dtype)
+        self._library.ullage_rms_norm(
+            values.data_ptr(), values.stride(0), None if residual is None else residual.data_ptr(),
+            weight.data_ptr(), eps, out.data_ptr(), *values.shape, TYPES[values.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of rows [T, 2 * size] that hold both."""
+        count, width = gate_up.shape
+        out = torch.empty((count, width // 2), dtype=gate_up.dtype)
+        self._library.ullage_silu_mul(
+            gate_up.data_ptr(), out.data_ptr(), count, width // 2, TYPES[out.dtype], torch.get_num_threads()
+        )
+        return out
+
+    def rotate(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+        """transformers' `apply_rotary_pos_emb` in place on [T, H, D] with contiguous heads; cosine, sine [T, D]."""
+        count, heads_, size = heads.shape
+        self._library.ullage_rotate(
+            heads.data_ptr(), heads.stride(0), cosine.data_ptr(), sine.data_ptr(), count, heads_, size,
+            TYPES[heads.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def _rows_of(values: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dimension contiguous."""
+    return values if values.stride(-1) == 1 else values.contiguous()

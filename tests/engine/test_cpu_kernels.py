@@ -1,0 +1,309 @@
+"""The compiled CPU kernels against their torch twins, and what happens where they can't be had."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ullage_engine.attention import attend, make_batch, paged_attention
+from ullage_engine.errors import KernelError
+from ullage_engine.kernels import cpu_build
+from ullage_engine.kernels.cpu import CpuKernels
+from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.quant import KvType
+from ullage_engine.request import GenerationRequest, SamplingParams
+from ullage_engine.scheduler import Chunk
+from ullage_engine.sequence import Sequence
+
+KINDS: tuple[KvType, ...] = ("fp8", "int8", "bf16", "fp32")
+SHAPES = ((64, None), (128, None), (256, None), (64, 16), (80, 80))
+"""Head size and scale group: both that have an instance of their own, two groups, narrow groups, odd sizes."""
+
+
+def stores(
+    layout: CacheLayout, blocks: int, kernels: CpuKernels, centred: bool = False
+) -> tuple[BlockStore, BlockStore]:
+    """Two equal stores, the first with torch, the second with the kernels."""
+    shape = (layout.layers, layout.kv_heads, layout.head_size)
+    centre = torch.randn(shape, generator=torch.Generator().manual_seed(1)) if centred else None
+    return BlockStore(layout, blocks, "cpu", centre), BlockStore(layout, blocks, "cpu", centre, kernels)
+
+
+def rows_of(count: int, layout: CacheLayout, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values over many orders of magnitude, zeros and a strong channel among them; K and V differ in scale."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, layout.kv_heads, layout.head_size)
+    keys = torch.randn(shape, generator=generator) * (torch.randn(shape, generator=generator) * 2).exp()
+    values = torch.randn(shape, generator=generator) * 20
+    keys[0] = 0
+    keys[-1, :, 3] = 300.0
+    values[count // 2] *= 1e-20
+    return keys.to(dtype), values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "group"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_bytes_and_read_values_equal_torchs(
+    cpu_kernels: CpuKernels, kind: KvType, size: int, group: int | None, dtype: torch.dtype
+) -> None:
+    for centred, block in ((False, 16), (True, 8)):
+        layout = CacheLayout(2, 3, size, block, kind, group)
+        plain, native = stores(layout, 20, cpu_kernels, centred)
+        slots = torch.randperm(20 * block, generator=torch.Generator().manual_seed(2))[:101]
+        keys, values = rows_of(101, layout, dtype, seed=3)
+        for store in (plain, native):
+            store.write(1, slots, keys, values)
+        assert torch.equal(plain.data, native.data)
+        blocks = torch.randint(0, 20, (3, 5), generator=torch.Generator().manual_seed(4))
+        for one, other in zip(plain.read(1, blocks, dtype), native.read(1, blocks, dtype), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_every_e4m3_code_is_written_and_read_as_torch_does(cpu_kernels: CpuKernels) -> None:
+    """All codes with the scale 1 (absmax 448), and all midpoints between neighbours, where rounding shows."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = codes[~codes.isnan()].sort().values
+    rows = torch.cat((finite, (finite[1:] + finite[:-1]) / 2))
+    rows = torch.nn.functional.pad(rows, (0, -rows.numel() % 15)).view(-1, 1, 15)
+    rows = torch.nn.functional.pad(rows, (0, 1), value=448.0)
+    layout = CacheLayout(1, 1, 16, 16, "fp8")
+    plain, native = stores(layout, layout.blocks_for(len(rows)), cpu_kernels)
+    for store in (plain, native):
+        store.write(0, torch.arange(len(rows)), rows, -rows)
+    assert torch.equal(plain.data, native.data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_fault_of_the_model_stays_visible(cpu_kernels: CpuKernels, kind: KvType, bad: float) -> None:
+    layout = CacheLayout(1, 1, 32, 16, kind)
+    _, native = stores(layout, 1, cpu_kernels)
+    rows = torch.ones(4, 1, 32)
+    rows[2, 0, 5] = bad
+    native.write(0, torch.arange(4), rows, rows)
+    for read in native.read(0, torch.tensor([[0]]), torch.float32):
+        assert not read[0, 0, 2].isfinite().all()
+        assert torch.equal(read[0, 0, :2], torch.ones(2, 32))
+
+
+def chunk(length: int, blocks: list[int], size: int, count: int = 1, dropped: int = 0) -> Chunk:
+    """A sequence of `length` computed tokens about to compute `count`; `dropped` blocks are gone after the first."""
+    request = GenerationRequest(request_id="r", prompt=(1,), sampling=SamplingParams(max_tokens=1))
+    sequence = Sequence(request, lambda output: None, 0, [0] * (length + count), size)
+    sequence.append_blocks(blocks)
+    for _ in range(dropped):
+        sequence.table.pop(1)
+        sequence.starts.pop(1)
+        sequence.dropped += size
+    sequence.computed = length
+    return Chunk(sequence, count)
+
+
+class Module(torch.nn.Module):
+    layer_idx = 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    shape=st.sampled_from(SHAPES),
+    size=st.sampled_from([8, 16, 32]),
+    heads=st.sampled_from([1, 2, 3]),
+    repeat=st.sampled_from([1, 2, 3, 4, 7]),
+    lengths=st.lists(st.sampled_from([0, 1, 14, 15, 16, 17, 63, 200]), min_size=1, max_size=4),
+    prefill=st.integers(0, 20),
+    dropped=st.integers(0, 2),
+    window=st.sampled_from([None, 1, 20]),
+    softcap=st.sampled_from([None, 20.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_a_step_attends_as_torch_does(cpu_kernels: CpuKernels, **drawn: Any) -> None:
+    """Decoding sequences of unequal contexts beside a chunk of prefill, blocks in any order, some evicted."""
+    kind, (width, group), size = drawn["kind"], drawn["shape"], drawn["size"]
+    layout = CacheLayout(2, drawn["heads"], width, size, kind, group)
+    counts = [1] * len(drawn["lengths"]) + ([drawn["prefill"]] if drawn["prefill"] > 1 else [])
+    lengths = [*drawn["lengths"], 5][: len(counts)]
+    needed = [layout.blocks_for(length + count) for length, count in zip(lengths, counts, strict=True)]
+    order = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(5)).tolist()
+    chunks = []
+    for length, count, blocks in zip(lengths, counts, needed, strict=True):
+        mine, order = order[:blocks], order[blocks:]
+        dropped = drawn["dropped"] if blocks > 3 else 0
+        chunks.append(chunk(length, mine, size, count, dropped))
+    plain, native = stores(layout, sum(needed), cpu_kernels)
+    past = rows_of(sum(needed) * size, layout, torch.float32, seed=6)
+    for store in (plain, native):
+        store.write(1, torch.arange(sum(needed) * size), *past)
+    tokens, dtype = sum(counts), drawn["dtype"]
+    keys, values = rows_of(tokens, layout, dtype, seed=7)
+    generator = torch.Generator().manual_seed(8)
+    query = torch.randn(tokens, drawn["heads"] * drawn["repeat"], width, generator=generator).to(dtype)
+    answers = [
+        paged_attention(
+            Module(), *(part.to(of).transpose(0, 1).unsqueeze(0) for part in (query, keys, values)), None,
+            scaling=0.05, ullage_batch=make_batch(store, chunks, torch.device("cpu")),
+            sliding_window=drawn["window"], softcap=drawn["softcap"],
+        )[0].float()
+        for store, of in ((plain, torch.float32), (native, dtype))
+    ]  # fmt: skip
+    # float32 sums in another order; of a bfloat16 query the result alone is rounded, to 8 bits. A bfloat16 chunk of
+    # prefill is torch's own on both sides, and rounds its keys
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 1 / 256}[dtype]
+    compared = tokens if dtype == torch.float32 else len(drawn["lengths"])
+    one, other = (answer[0, :compared] for answer in answers)
+    assert torch.allclose(one, other, rtol=tolerance, atol=2e-5 * 60)
+
+
+def test_an_answer_does_not_depend_on_the_batch_or_on_threads(cpu_kernels: CpuKernels) -> None:
+    layout = CacheLayout(2, 3, 64)
+    store = BlockStore(layout, 60, "cpu", None, cpu_kernels)
+    store.write(1, torch.arange(960), *rows_of(960, layout, torch.float32, seed=0))
+    lengths = [3, 200, 17, 90]
+    chunks = [chunk(n, list(range(15 * i, 15 * i + 15)), 16) for i, n in enumerate(lengths)]
+    query = torch.randn(4, 9, 64, generator=torch.Generator().manual_seed(0))
+
+    def answers(of: list[int]) -> torch.Tensor:
+        batch = make_batch(store, [chunks[i] for i in of], torch.device("cpu"))
+        assert batch.decoding is not None
+        out = torch.full((len(of), 9, 64), torch.nan)
+        store.decode(1, batch.decoding, query[of], out, scaling=0.1, window=None, softcap=None)
+        return out
+
+    alone = torch.cat([answers([i]) for i in range(4)])
+    torch.set_num_threads(2)
+    try:
+        together = answers([0, 1, 2, 3])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(alone, together)
+
+
+def test_a_long_context_stays_exact(cpu_kernels: CpuKernels) -> None:
+    """20,000 keys whose weights are alike: float32 sums must not drift."""
+    rows = 20_000
+    layout = CacheLayout(1, 1, 64, 32, "fp32")
+    store = BlockStore(layout, layout.blocks_for(rows + 1), "cpu", None, cpu_kernels)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, rows + 1, 1, 64, generator=generator)
+    store.write(0, torch.arange(rows + 1), keys, values)
+    batch = make_batch(store, [chunk(rows, list(range(layout.blocks_for(rows + 1))), 32)], torch.device("cpu"))
+    query = torch.randn(1, 1, 64, generator=generator)
+    out = torch.empty(1, 1, 64)
+    assert batch.decoding is not None
+    store.decode(0, batch.decoding, query, out, scaling=0.125, window=None, softcap=None)
+    weights = (query.double()[0] @ keys[:, 0].double().T * 0.125).softmax(-1)
+    assert torch.allclose(out[0].double(), weights @ values[:, 0].double(), rtol=0, atol=1e-6)
+
+
+def test_sums_of_attention_agree_with_float64(cpu_kernels: CpuKernels) -> None:
+    """Against `attend` in float64 over what was read back, logits large enough for exp to matter."""
+    layout = CacheLayout(1, 2, 64)
+    store = BlockStore(layout, 8, "cpu", None, cpu_kernels)
+    store.write(0, torch.arange(128), *rows_of(128, layout, torch.float32, seed=1))
+    batch = make_batch(store, [chunk(99, list(range(8)), 16)], torch.device("cpu"))
+    query = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
+    out = torch.empty(1, 6, 64)
+    assert batch.decoding is not None
+    store.decode(0, batch.decoding, query, out, scaling=0.1, window=None, softcap=None)
+    keys, values = (part.double() for part in store.read(0, batch.decoding.tables, torch.float32))
+    mask = (torch.arange(112) < 100).view(1, 1, 1, 112)
+    wanted = attend(query.double().unsqueeze(2), keys, values, mask, 0.1, None)[:, :, 0]
+    # 24 bits of float32 over values up to 60
+    assert torch.allclose(out.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_the_small_operations_equal_transformers(cpu_kernels: CpuKernels, dtype: torch.dtype, rows: int) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    generator = torch.Generator().manual_seed(rows)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]  # transformers rounds twice, the kernel once
+
+    def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance * 4)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 3).to(dtype)
+
+    norm = LlamaRMSNorm(96, 1e-5).to(dtype)
+    norm.weight.data.copy_(random(96))
+    values, residual = random(rows, 96), random(rows, 96)
+    weight = norm.weight.detach()
+    assert close(cpu_kernels.rms_norm(values, weight, 1e-5), norm(values))
+    wanted = residual + values
+    assert close(cpu_kernels.rms_norm(values, weight, 1e-5, residual), norm(wanted))
+    assert torch.equal(residual, wanted)
+
+    both = random(rows, 2 * 160) * 10
+    both[0, :2] = torch.tensor([200.0, -200.0])
+    gate, up = both.split(160, dim=1)
+    assert close(cpu_kernels.silu_mul(both), torch.nn.functional.silu(gate) * up)
+
+    packed = random(rows, 7, 64)  # the last two heads are values: not rotated
+    angles = torch.randn(rows, 32, generator=generator) * 100
+    cosine, sine = (f(torch.cat((angles, angles), -1)).to(dtype) for f in (torch.cos, torch.sin))
+    query, key = (packed[:, a:b].transpose(0, 1).unsqueeze(0) for a, b in ((0, 4), (4, 5)))
+    rotated = [part[0].transpose(0, 1) for part in apply_rotary_pos_emb(query, key, cosine[None], sine[None])]
+    expected = torch.cat((*rotated, packed[:, 5:]), 1)
+    cpu_kernels.rotate(packed[:, :5], cosine, sine)
+    assert close(packed, expected)
+    assert torch.equal(packed[:, 5:], expected[:, 5:])
+
+
+def test_sizes_that_are_no_whole_vectors_are_left_to_torch(cpu_kernels: CpuKernels) -> None:
+    for size, group in ((24, None), (32, 8), (2048, 128)):
+        assert not CpuKernels.serves(CacheLayout(1, 1, size, 16, "fp8", group))
+        assert BlockStore(CacheLayout(1, 1, size, 16, "fp8", group), 1, "cpu", None, cpu_kernels).kernels is None
+
+
+# -- where they come from --------------------------------------------------------------------------------------------
+
+
+def test_a_library_is_made_once_and_named_after_what_it_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def build(target: Path, compiler: str, march: str = "native") -> None:
+        made.append(compiler)
+        target.write_bytes(b"")
+
+    monkeypatch.setattr(cpu_build, "build", build)
+    environment = {"PATH": os.environ["PATH"]}
+    first = cpu_build.library(tmp_path, environment)
+    assert cpu_build.library(tmp_path, environment) == first
+    monkeypatch.setattr(cpu_build, "_cpu", lambda: b"another")
+    assert cpu_build.library(tmp_path, environment) != first
+    assert len(made) == 2
+
+
+def test_what_stands_in_the_way_is_said(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match=r"no C\+\+ compiler .* is on the PATH"):
+        cpu_build.library(tmp_path, {"PATH": str(tmp_path)})
+    with pytest.raises(KernelError, match=r"no C\+\+ compiler \(nonesuch\)"):
+        cpu_build.library(tmp_path, {"PATH": os.environ["PATH"], "CXX": "nonesuch"})
+    with pytest.raises(KernelError, match=r"ULLAGE_CPU_KERNELS: .*gone\.so is not a file"):
+        cpu_build.library(tmp_path, {"ULLAGE_CPU_KERNELS": str(tmp_path / "gone.so")})
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho the disk is on fire >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(KernelError, match="the disk is on fire"):
+        cpu_build.library(tmp_path, {"PATH": os.environ["PATH"], "CXX": str(broken)})
+    assert not list(tmp_path.glob("*.so"))
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(KernelError, match=r"text\.so cannot be loaded"):
+        CpuKernels(tmp_path / "text.so")
+
+
+def test_a_prebuilt_library_is_taken(cpu_library: Path, tmp_path: Path) -> None:
+    found = cpu_build.library(tmp_path, {"ULLAGE_CPU_KERNELS": str(cpu_library), "PATH": ""})
+    assert found == cpu_library
+    CpuKernels(found)
