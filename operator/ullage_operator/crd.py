@@ -191,7 +191,10 @@ def _convert(source: Schema, definitions: Schema, *, defaults: bool, cel: bool) 
         for name in source.get("required", ()):
             result["properties"][name].pop("default", None)
         if defaults and not source.get("required") and not source.get(_OPTIONAL):
-            result.setdefault("default", {})
+            # A default must keep the rules of its object as it stands, before its own parts are filled in.
+            ruled = result["properties"] if CEL_KEY in source else {}
+            filled = {name: part["default"] for name, part in ruled.items() if part.get("default") not in (None, {})}
+            result.setdefault("default", filled)
     if cel and CEL_KEY in source:
         result[CEL_KEY] = source[CEL_KEY]
     return _ordered(result)

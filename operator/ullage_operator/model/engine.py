@@ -130,8 +130,8 @@ class Engine(Part):
                 "sglang sizes its pool by share; set kvCache.memoryShare in place of memory",
             ),
             (
-                "self.type == 'ullage' || self.kvCache.eviction =="
-                " {'policy': 'recency', 'protectedTokens': 256, 'recentTokens': 256}",
+                "self.type == 'ullage' || (self.kvCache.eviction.policy == 'recency' &&"
+                " self.kvCache.eviction.protectedTokens == 256 && self.kvCache.eviction.recentTokens == 256)",
                 "kvCache.eviction is for engine type ullage: others cannot evict from running sequences",
             ),
         )
