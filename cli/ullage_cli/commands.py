@@ -25,6 +25,7 @@ from .explain.command import explain
 from .plan.command import plan
 from .replay.command import replay
 from .top.command import top
+from .tune.command import tune
 
 if TYPE_CHECKING:
     from .session import Ending
@@ -81,6 +82,7 @@ def up(
 
 
 app.command()(plan)
+app.command()(tune)
 app.command()(doctor)
 app.command()(top)
 app.command()(replay)
