@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextvars import Context
 from typing import Any
 
 from ullage_operator.book import ServiceKey, service_of
@@ -138,7 +139,8 @@ class Keepers:
 
     def _begin(self, key: ServiceKey, seen: dict[str, Any] | None = None) -> None:
         keeper = Keeper(key, self._office, seen=seen)
-        task = asyncio.create_task(keeper.run(), name=f"keeper {key}")
+        # In a context of its own: the caller's holds the event that brought us here, for as long as the task lives.
+        task = asyncio.create_task(keeper.run(), name=f"keeper {key}", context=Context())
         self._keepers[key], self._tasks[key] = keeper, task
         task.add_done_callback(lambda _: self._ended(key))
         self._office.metrics.services.set(len(self._keepers))

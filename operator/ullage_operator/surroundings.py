@@ -12,6 +12,8 @@ Object = dict[str, Any]
 
 SERVICE_ALERT_LABEL = "ullage_service"
 """Label of an alert that names its InferenceService; `namespace` and `pod` stand beside it."""
+RUNBOOKS = "docs/runbooks"
+"""Folder of this repository with a page for each alert."""
 
 
 def surroundings(service: InferenceService, features: Features) -> list[tuple[str, str, Object]]:
@@ -82,13 +84,19 @@ def _rules(service: InferenceService) -> Object:
         f" (llm_oom_risk_score{{{scope}}}) >= {policy.risk_threshold:g}",
         "for": "2m",
         "labels": {**labels, "severity": "warning"},
-        "annotations": {"summary": "The KV cache of {{ $labels.pod }} is filling up faster than it is relieved."},
+        "annotations": {
+            "summary": "The KV cache of {{ $labels.pod }} is filling up faster than it is relieved.",
+            "runbook_url": f"{RUNBOOKS}/UllageRiskHigh.md",
+        },
     }
     silent = {
         "alert": "UllageAgentSilent",
         "expr": f"absent(llm_oom_risk_score{{{scope}}})",
         "for": "5m",
         "labels": {**labels, "severity": "warning"},
-        "annotations": {"summary": f"No agent of {name} is scraped: nothing is decided on its risk."},
+        "annotations": {
+            "summary": f"No agent of {name} is scraped: nothing is decided on its risk.",
+            "runbook_url": f"{RUNBOOKS}/UllageAgentSilent.md",
+        },
     }
     return {"groups": [{"name": f"ullage-{name}", "rules": [high, silent]}]}
