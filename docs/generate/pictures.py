@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from xml.sax.saxutils import escape
 
+from ullage_cli.plan.asking import Asked, request_of
+from ullage_cli.plan.picture import picture
+from ullage_cli.plan.planning import make_plan
+
 HOT, CACHED, FREE, INK = "#D55E00", "#56B4E9", "#ffffff", "#333333"
 """Okabe-Ito; every use has its word beside it."""
 
@@ -107,4 +111,9 @@ def ladder() -> str:
     return document(800, 216, "The ladder of remedies", parts)
 
 
-PICTURES: dict[str, Callable[[], str]] = {"pool": pool, "loop": loop, "ladder": ladder}
+def plan() -> str:
+    """What fits, by context length: the picture that `ullage plan --plot` draws."""
+    return picture(make_plan(request_of(Asked(model="llama-3-8b", gpu="A100-80GB"), measured=False)))
+
+
+PICTURES: dict[str, Callable[[], str]] = {"pool": pool, "loop": loop, "ladder": ladder, "plan": plan}

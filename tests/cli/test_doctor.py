@@ -96,6 +96,7 @@ def web() -> ServiceFacts:
         monitor={},
         remediations=[],
         agents={"web-1": agent},
+        actions={"web-1": "guarded"},
     )
 
 
@@ -338,6 +339,8 @@ Check = Callable[[Facts, ServiceFacts], Any]
             "error",
             "is not for web.prod.agents.ullage.dev",
         ),
+        (per_service.check_action_ports, lambda s: s.actions.update({"web-1": "open"}), "error", "without a token"),
+        (per_service.check_action_ports, lambda s: s.actions.update({"web-1": "HTTP 503"}), "unknown", "HTTP 503"),
         (per_service.check_agents, lambda s: s.agents.update({"web-1": "forbidden"}), "unknown", "forbidden"),
     ],
 )  # fmt: skip

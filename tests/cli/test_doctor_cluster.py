@@ -129,6 +129,11 @@ def test_agents_are_read_through_the_api_server(installed: Installed) -> None:
         assert any(f["level"] == "ok" and "reads fake" in f["message"] for f in found), found
 
 
+def test_action_ports_are_found_to_be_guarded(installed: Installed) -> None:
+    (found,) = [f for f in installed.doctor() if f["subject"].startswith("actions of")]
+    assert found["level"] == ("unknown" if own_address() == "127.0.0.1" else "ok"), found
+
+
 def test_top_shows_the_service_its_engine_and_what_was_done(installed: Installed) -> None:
     done = installed.ullage("top", "-n", installed.kubectl.namespace, "-o", "json")
     assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ SERVICE_CHECKS: tuple[Callable[[Facts, ServiceFacts], Iterator[Finding]], ...] =
     service.check_network,
     service.check_credentials,
     service.check_agents,
+    service.check_action_ports,
     service.check_remediations,
     service.check_monitoring,
 )

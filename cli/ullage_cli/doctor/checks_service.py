@@ -198,6 +198,18 @@ def _agent_problems(subject: str, found: AgentMetrics) -> Iterator[Finding]:
         yield warning(subject, "the engine says too little for a risk", "see its log and the metrics it exports")
 
 
+def check_action_ports(facts: Facts, service: ServiceFacts) -> Iterator[Finding]:
+    """Does each agent's action port speak TLS and ask for the token?"""
+    for pod, found in service.actions.items():
+        subject = f"actions of {service.namespace}/{pod}"
+        if found == "guarded":
+            yield ok(subject, "answer over TLS, and to nobody without the token")
+        elif found == "open":
+            yield error(subject, "answer without a token", "this is no agent of ours; see what listens on that port")
+        else:
+            yield unknown(subject, f"cannot be asked through the API server ({found})")
+
+
 def check_remediations(facts: Facts, service: ServiceFacts) -> Iterator[Finding]:
     """Does anything wait for a person, and does what is done help?"""
     waiting = [r for r in service.remediations if (r.get("status") or {}).get("phase") == "Proposed"]

@@ -15,7 +15,7 @@ from .rights import RIGHTS, Right, review
 OPERATOR = "app.kubernetes.io/name=ullage-operator"
 SERVICE_LABEL = "ullage.dev/service"
 ENDPOINT_SECRET = "ullage-operator-endpoint"  # noqa: S105  a name, not a secret
-METRICS_PORT = 9400
+METRICS_PORT, ACTION_PORT = 9400, 9401
 T = TypeVar("T")
 
 
@@ -76,6 +76,8 @@ class ServiceFacts:
     remediations: list[Object]
     agents: dict[str, AgentMetrics | str] = field(default_factory=dict)
     """By pod: what its agent's metrics say, or why they could not be read through the API server."""
+    actions: dict[str, str] = field(default_factory=dict)
+    """By pod: what its action port answers to a call without a token: `guarded`, `open`, or why nothing can be said."""
     unread: dict[str, str] = field(default_factory=dict)
     """What may not be read, and why."""
 
@@ -239,11 +241,14 @@ async def _service(api: Api, obj: Object) -> ServiceFacts:
     network = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
     monitors = f"/apis/monitoring.coreos.com/v1/namespaces/{namespace}/podmonitors/{name}"
     remediations = f"{GROUP}/namespaces/{namespace}/remediations"
-    port = ((obj.get("spec") or {}).get("agent") or {}).get("metricsPort", METRICS_PORT)
+    agent = (obj.get("spec") or {}).get("agent") or {}
+    port, action_port = agent.get("metricsPort", METRICS_PORT), agent.get("actionPort", ACTION_PORT)
     running = [pod for pod in pods if (pod.get("status") or {}).get("podIP")]
     texts = await asyncio.gather(*(agent_text(api, namespace, pod["metadata"]["name"], port) for pod in running))
+    guards = await asyncio.gather(*(guard(api, namespace, pod["metadata"]["name"], action_port) for pod in running))
     return ServiceFacts(
         obj=obj,
+        actions={pod["metadata"]["name"]: found for pod, found in zip(running, guards, strict=True)},
         pods=pods,
         service=await read("Service", api.get(f"{core}/services/{name}"), None),
         secret=await read("Secret", api.get(f"{core}/secrets/{name}-agent"), None),
@@ -262,6 +267,15 @@ async def agent_text(api: Api, namespace: str, pod: str, port: int) -> AgentMetr
         return read_agent(await api.text(path))
     except (ApiFailed, ValueError) as error:
         return str(error)
+
+
+async def guard(api: Api, namespace: str, pod: str, port: int) -> str:
+    """What the action port answers over TLS to somebody without a token; the API server passes none on."""
+    try:
+        await api.text(f"/api/v1/namespaces/{namespace}/pods/https:{pod}:{port}/proxy/v1/risk")
+    except ApiFailed as error:
+        return "guarded" if error.status == 401 else str(error)
+    return "open"
 
 
 def pem(data: str | None) -> bytes:
