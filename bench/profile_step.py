@@ -2,9 +2,10 @@
 
     python bench/profile_step.py [--sequences 32] [--context 192] [--steps 20] [--prefill 512] [--dtype bfloat16]
 
-Parts are measured by wrapping the functions that do them, inside one real engine; what is not wrapped (norms, rotary
-embedding, activation functions, transformers' and torch's own Python) is `rest of the model`. Wrapping costs some
-microseconds a call, shown as `wrapping`. The last line is one JSON object: seconds a step by part.
+Parts are measured by wrapping the functions that do them, inside one real engine; what is not wrapped (residuals,
+transformers' and torch's own Python; with torch alone also norms, rotary embedding and activation functions) is `rest
+of the model`. Wrapping costs some microseconds a call, shown as `wrapping`. The last line is one JSON object: seconds a
+step by part.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ import torch
 from measure import machine
 from throughput import model_and_text
 
-from ullage_engine import attention, engine, models
+from ullage_engine import attention, engine, fused, models
 from ullage_engine import runner as runner_module
+from ullage_engine.build import speed_up
+from ullage_engine.config import CPU_KERNELS, default_cache_dir
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
+from ullage_engine.kernels import cpu_build
+from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.packing import PackedLinear
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.request import GenerationRequest, SamplingParams
@@ -65,9 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     folder, text_ids = model_and_text()
     models.quiet_progress()
-    loaded = models.load(folder, "smollm2", getattr(torch, options.dtype), torch.device("cpu"))
+    dtype = getattr(torch, options.dtype)
+    loaded = models.load(folder, "smollm2", dtype, torch.device("cpu"))
+    kernels = None
+    if options.cpu_kernels == "native":
+        kernels = CpuKernels(cpu_build.library(default_cache_dir() / "kernels"))
+    speed_up(loaded.model, dtype, kernels)
     clock = Clock()
-    subject = build(loaded, options)
+    subject = build(loaded, options, kernels)
     wrap(clock, loaded, subject)
     report = {"machine": machine(), "settings": vars(options)}
     report["decode"] = decode(clock, subject, text_ids, options)
@@ -86,11 +97,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-type", default="fp8")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--cpu-kernels", choices=CPU_KERNELS[1:], default="native")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args(arguments)
 
 
-def build(loaded: models.LoadedModel, options: argparse.Namespace) -> Engine:
+def build(loaded: models.LoadedModel, options: argparse.Namespace, kernels: CpuKernels | None) -> Engine:
     """An engine with room for the batch; no prefix reuse, so that every prompt is computed."""
     shape = models.shape_of(loaded.config)
     layout = CacheLayout(shape.layers, shape.kv_heads, shape.head_size, options.block_size, options.kv_type)
@@ -99,7 +111,7 @@ def build(loaded: models.LoadedModel, options: argparse.Namespace) -> Engine:
     pool = BlockPool(blocks, options.block_size, PrefixIndex("profile", options.block_size))
     return Engine(
         identity=EngineIdentity(model=loaded.name, version="0"),
-        runner=ModelRunner(loaded.model, BlockStore(layout, blocks), torch.device("cpu")),
+        runner=ModelRunner(loaded.model, BlockStore(layout, blocks, "cpu", None, kernels), torch.device("cpu")),
         pool=pool,
         scheduler=Scheduler(
             pool,
@@ -116,9 +128,13 @@ def wrap(clock: Clock, loaded: models.LoadedModel, subject: Engine) -> None:
     store_type: Any = BlockStore
     store_type.write = clock.timed("cache write: quantise, scatter", BlockStore.write)
     store_type.read = clock.timed("cache read: gather, dequantise", BlockStore.read)
+    store_type.decode = clock.timed("attention: one token a sequence, from codes", BlockStore.decode)
+    for name in ("rms_norm", "silu_mul", "rotate"):
+        setattr(CpuKernels, name, clock.timed("norms, rotary embedding, activation", getattr(CpuKernels, name)))
     names: list[tuple[Any, str, str]] = [
         (attention, "attend", "attention: scaled dot product"),
         (attention, "paged_attention", "attention: masks, packing, Python"),
+        (fused, "attend_packed", "attention: masks, packing, Python"),
         (runner_module, "make_batch", "batch tensors"),
         (engine, "sample", "sampling"),
     ]
@@ -128,7 +144,7 @@ def wrap(clock: Clock, loaded: models.LoadedModel, subject: Engine) -> None:
 
     AttentionInterface.register(attention.NAME, attention.paged_attention)
     for name, module in loaded.model.named_modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, torch.nn.Linear | PackedLinear):
             part = "linear: output head" if name.endswith("lm_head") else "linear: layers"
             module.forward = clock.timed(part, module.forward)  # type: ignore[method-assign]
     loaded.model.forward = clock.timed("rest of the model", loaded.model.forward)

@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig) -> LoadedEngine:
     centre = centring.key_means(loaded.model) if config.kv_centring else None
     kernels = _kernels(config, device)
     if device.type == "cpu":
-        _speed_up(loaded.model, dtype, kernels)
+        speed_up(loaded.model, dtype, kernels)
     store = _allocate(config, loaded, layout, device, centre, kernels)
     loop = assemble(config, loaded, store, device)
     loop.start()
@@ -82,7 +82,7 @@ def _kernels(config: EngineConfig, device: torch.device) -> CpuKernels | None:
         return None
 
 
-def _speed_up(model: Any, dtype: torch.dtype, kernels: CpuKernels | None) -> None:
+def speed_up(model: Any, dtype: torch.dtype, kernels: CpuKernels | None) -> None:
     """The same weights, in the order that this CPU multiplies fastest, in as few operations as it allows."""
     packs = dtype == torch.bfloat16 and cpu_has_matrix_units()
     fused = fuse_layers(model, kernels, PackedLinear if packs else _as_it_is) if kernels is not None else 0

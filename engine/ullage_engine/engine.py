@@ -323,7 +323,8 @@ class Engine:
         """Of running and waiting sequences, and of forks what they will not share with their parent."""
         parked = [child for children in self._parked.values() for child in children]
         shared = sum(len(child.request.prompt) // self.pool.block_tokens for child in parked)
-        return sum(s.outstanding_blocks for s in (*self.scheduler.live(), *parked)) - shared
+        own = sum(s.outstanding_blocks for s in (*self.scheduler.live(), *parked)) - shared
+        return own + self.scheduler.coming_copies()
 
     def _counters(self) -> Counters:
         mine, queue = self.tally, self.scheduler.tally

@@ -12,6 +12,7 @@ Pure bookkeeping on sequences and the pool: no tensors, no clock, no model. One 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -133,6 +134,11 @@ class Scheduler:
         """Whether the next token goes into a begun block that others read too."""
         index, offset = divmod(sequence.kept, sequence.block_tokens)
         return offset > 0 and self._pool.references(sequence.table[index]) > 1
+
+    def coming_copies(self) -> int:
+        """Blocks that running sequences will take to copy a begun block that they share; the last holder keeps it."""
+        tails = Counter(s.table[s.kept // s.block_tokens] for s in self.running if self._tail_is_shared(s))
+        return sum(count - (self._pool.references(block) == count) for block, count in tails.items())
 
     def _own_tail(self, sequence: Sequence) -> None:
         """Copy on write: the begun block is replaced by a copy of the sequence's own."""

@@ -298,6 +298,21 @@ def test_outstanding_counts_a_shared_prompt_once(fake_engine: Any) -> None:
     assert engine.snapshot(None, draining=False).outstanding_blocks == 5 + 3
 
 
+def test_outstanding_counts_the_copies_of_a_shared_tail(fake_engine: Any) -> None:
+    """Held and outstanding blocks together are what the requests will hold in the end, from the queue on."""
+    engine, _ = fake_engine(blocks=32, block_tokens=4, budget=64)
+    for i in range(3):
+        submit(engine, f"r{i}", [1] * 18, 5, "r0" if i else None)
+    ends = []
+    while not engine.idle:
+        state = engine.snapshot(None, draining=False)
+        if state.running + state.waiting == 3:
+            ends.append(state.blocks.active + state.outstanding_blocks)
+        engine.step()
+    # four whole blocks of prompt shared, and for each its own tail and what follows: rows 16 to 22
+    assert set(ends) == {4 + 3 * 2}
+
+
 def test_hits_count_prompts_that_others_computed_and_nothing_else(fake_engine: Any) -> None:
     engine, _ = fake_engine(blocks=10, block_tokens=4, budget=32, sequences=6)
     for i in range(6):
