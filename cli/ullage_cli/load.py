@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from .chat import Answer, Question
-from .pace import LoadPlan, Pressure, how_many_more, long_answer_tokens, projected_blocks
+from .pace import LoadPlan, Pressure, fitting_answer_tokens, how_many_more, long_answer_tokens, projected_blocks
 from .prompts import SYSTEM, long_prompt, short_prompt
 
 Phase = Literal["not started", "warm-up", "ramp", "hold", "easing off", "idle", "done"]
@@ -165,6 +165,7 @@ class DemoLoad:
         self._collect()
         self._speed = max(self._speed, now.tokens_per_s)
         tokens = long_answer_tokens(self._plan, self._speed)
+        tokens = fitting_answer_tokens(self._plan, now, self._long(tokens))
         blocks = projected_blocks(self._plan, self._long(tokens), now.block_tokens or 16)
         for _ in range(how_many_more(self._plan, now, len(self._in_flight), blocks)):
             self._start(self._long(tokens))

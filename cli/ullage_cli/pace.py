@@ -73,11 +73,28 @@ def long_answer_tokens(plan: LoadPlan, tokens_per_s: float) -> int:
     return max(least, min(greatest, int(tokens_per_s * plan.seconds_per_answer)))
 
 
+def fitting_answer_tokens(plan: LoadPlan, now: Pressure, question: Question) -> int:
+    """The question's answer length, or as much less as lets it into the room that is left; never below the least.
+
+    On a fast machine a whole long answer is more than may be overcommitted, so without this the load would stop just
+    short of pressing.
+    """
+    if now.total_blocks is None or now.shortfall_blocks is None or not now.block_tokens:
+        return question.max_tokens
+    prompt = question.characters * plan.tokens_per_character
+    fitting = int(room_blocks(plan, now) * now.block_tokens - prompt)
+    return max(min(question.max_tokens, fitting), min(question.max_tokens, plan.long_tokens[0]))
+
+
+def room_blocks(plan: LoadPlan, now: Pressure) -> int:
+    """Blocks that may still be projected before the load presses as hard as it may."""
+    return int(plan.overcommit * (now.total_blocks or 0)) - (now.shortfall_blocks or 0)
+
+
 def how_many_more(plan: LoadPlan, now: Pressure, in_flight: int, blocks: int) -> int:
     """How many more long chats of `blocks` projected blocks should start: at most one for each engine."""
     if now.total_blocks is None or now.shortfall_blocks is None or now.waiting is None or now.running is None:
         return 0
     if now.waiting or now.running < in_flight:  # the engines have not taken up the last ones yet
         return 0
-    room = int(plan.overcommit * now.total_blocks) - now.shortfall_blocks
-    return max(0, min(now.engines, room // blocks, plan.max_in_flight - in_flight))
+    return max(0, min(now.engines, room_blocks(plan, now) // blocks, plan.max_in_flight - in_flight))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ullage_cli.api import ApiFailed, Where
 from ullage_cli.commands import run
 from ullage_cli.errors import BrokenLoop
 from ullage_cli.exposition import AgentMetrics
@@ -23,7 +24,7 @@ from ullage_cli.top.fleet import EngineRow, Fleet, Trail, action_row, engine_row
 from ullage_cli.top.keys import pressed
 from ullage_cli.top.loop import Viewer
 from ullage_cli.top.picture import frame, plain, pool_bar
-from ullage_cli.top.sources import LocalSource, last_change
+from ullage_cli.top.sources import ClusterSource, LocalSource, last_change
 from ullage_cli.view import ASCII, UNICODE
 from ullage_operator.manifest import load_manifest
 from ullage_operator.model import Remediation
@@ -225,3 +226,51 @@ def test_once_prints_bare_agents(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_missing_state_folder_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["top", "--local", "--state-dir", str(tmp_path / "no"), "--once"]) == 2
     assert capsys.readouterr().err.startswith("error: --state-dir")
+
+
+class FakeApi:
+    """An API server with one service of two pods; `refused` is what asking an agent gives."""
+
+    server, namespace = "https://api", "prod"
+
+    def __init__(self, refused: str | None) -> None:
+        self.refused = refused
+
+    async def get(self, path: str) -> dict[str, Any] | None:
+        return {"items": []} if path.endswith("inferenceservices") else None
+
+    async def list(self, path: str, selector: str = "") -> list[dict[str, Any]]:
+        if path.endswith("pods"):
+            labels = {"ullage.dev/service": "web"}
+            return [
+                {"metadata": {"name": name, "namespace": "prod", "labels": labels}, "status": {"podIP": ip}}
+                for name, ip in (("web-1", "10.0.0.1"), ("web-2", None))
+            ]
+        if path.endswith("inferenceservices"):
+            status = {"phase": "Ready", "readyReplicas": 1, "risk": {"score": 33, "term": "classic"}}
+            return [{"metadata": {"name": "web", "namespace": "prod"}, "spec": {}, "status": status}]
+        return []
+
+    async def text(self, path: str) -> str:
+        if self.refused:
+            raise ApiFailed(f"GET {path}: {self.refused}", 403)
+        return (
+            'ullage_agent_info{version="1"} 1.0\nllm_oom_risk_score 77.0\nllm_oom_risk_term_score{term="host"} 77.0\n'
+        )
+
+
+async def test_a_cluster_is_read_through_its_api_server() -> None:
+    api: Any = FakeApi(None)
+    fleet = await ClusterSource(api, Where()).read()
+    (service_,) = fleet.services
+    assert (service_.risk, service_.term, service_.ready) == (77.0, "host", 1)
+    assert [engine.problem for engine in service_.engines] == ["", "Pending"]
+
+
+async def test_who_may_not_ask_agents_sees_the_statuses() -> None:
+    api: Any = FakeApi("HTTP 403: forbidden")
+    fleet = await ClusterSource(api, Where()).read()
+    (service_,) = fleet.services
+    assert (service_.risk, service_.term) == (33, "classic")
+    assert service_.engines[0].problem == ""
+    assert "pods/proxy" in fleet.problem

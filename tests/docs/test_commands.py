@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from fences import RUNBOOK, Block, blocks, matches
 
+pytestmark = pytest.mark.timeout(900)
+"""A cluster or a model is started before the first of them, on machines that may be busy."""
+
 LOCAL = [block for block in blocks() if block.kind == "local"]
 AGENT = [block for block in blocks() if block.kind == "agent"]
 MODEL = [block for kind in ("model", "after-model") for block in blocks() if block.kind == kind]
@@ -91,7 +94,7 @@ def test_commands_that_remove_everything(block: Block, playground: Any) -> None:
 @pytest.mark.model
 @each(MODEL)
 def test_commands_with_the_model(block: Block, modelled: Any) -> None:
-    check(block, modelled.run(block.text, timeout_s=280))
+    check(block, modelled.run(block.text, timeout_s=600))
 
 
 def check(block: Block, printed: str) -> None:

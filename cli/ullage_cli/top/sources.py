@@ -22,6 +22,8 @@ from .fleet import ActionRow, EngineRow, Fleet, ServiceRow, action_row, engine_r
 
 ACTIONS = 20
 PROXIED_AT_ONCE = 32
+FORBIDDEN = "HTTP 403"
+STATUS_ONLY = "agents' metrics may not be read (pods/proxy); risks are those of the statuses"
 
 
 class Source(Protocol):
@@ -54,12 +56,16 @@ class ClusterSource:
             api.list(path_of(where, api, "remediations")),
         )
         ports = {_key(obj): ((obj.get("spec") or {}).get("agent") or {}).get("metricsPort") for obj in services}
-        rows = await asyncio.gather(*(self._engine(pod, ports.get(_owner(pod)) or METRICS_PORT) for pod in pods))
+        asked = (self._engine(pod, ports.get(_owner(pod)) or METRICS_PORT) for pod in pods)
+        rows = list(await asyncio.gather(*asked))
+        barred = any(FORBIDDEN in row.problem for row in rows)
+        rows = [replace(row, problem="") if FORBIDDEN in row.problem else row for row in rows]
         by_service: dict[tuple[str, str], list[EngineRow]] = {}
         for pod, row in zip(pods, rows, strict=True):
             by_service.setdefault(_owner(pod), []).append(row)
         return Fleet(
             at=self._clock(),
+            problem=STATUS_ONLY if barred else "",
             source=api.server if where.all_namespaces else f"{api.server}, namespace {api.namespace}",
             services=tuple(service_row(obj, by_service.get(_key(obj), [])) for obj in services),
             actions=recent([action_row(record, last_change(record)) for record in records]),
