@@ -9,22 +9,25 @@ import sys
 from pathlib import Path
 
 from ullage_agent import risk
+from ullage_agent.curve import Curve
 
 PANELS = (
     ("FORECAST_CURVE", "seconds to exhaustion", 600.0),
+    ("CHANCE_CURVE", "chance of exhaustion within a minute", 1.0),
     ("UNLEARNED_CURVE", "hot share, no lengths learned: most points", 1.0),
+    ("UNOPPOSED_CURVE", "the same, and nothing finishes", 1.0),
     ("PREEMPTION_CURVE", "preemptions per finished request", 1.2),
     ("RECOMPUTE_CURVE", "recomputed share of tokens", 0.6),
     ("DEVICE_CURVE", "free share of device memory", 0.1),
     ("HOST_CURVE", "used share of the limit", 1.0),
     ("PSI_CURVE", "share of time stalled (full)", 1.0),
-    ("TIER_CURVE", "unfilled tier / room left", 4.0),
+    ("FIT_CURVE", "what may be asked for / room for it", 4.0),
 )
 WIDTH, HEIGHT, PAD, COLUMNS = 220, 150, 28, 4
 
 
 def panel(column: int, row: int, name: str, title: str, right: float) -> str:
-    curve: risk.Curve = getattr(risk, name)
+    curve: Curve = getattr(risk, name)
     points = [(0.0, curve[0][1]), *curve, (right, curve[-1][1])]
     inner_w, inner_h = WIDTH - 2 * PAD, HEIGHT - 2 * PAD
     corners = " ".join(

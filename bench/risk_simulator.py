@@ -1,10 +1,11 @@
 """A simulated server under simulated traffic, with the moment it runs out of memory as ground truth.
 
-Continuous batching over a paged pool: prompts prefill at a bounded pace, answers decode one token at a time at a pace
-that falls with the batch, finished requests leave prefix cache behind, and a sequence that needs a block when none is
-free or cached preempts the youngest. Every second one reading comes out, with as much in it as engines of the
-imitated kind say: `ullage` tells everything, `sglang` everything but demand, `vllm` hot blocks alone, preemptions late,
-and its numbers stand still during long engine steps.
+Continuous batching over a paged pool: an engine step prefills and admits within a budget of tokens and lasts as long as
+these take, answers decode one token at a time at a pace that falls with the batch, finished requests leave prefix cache
+behind, and a sequence that needs a block when none is free or cached preempts the youngest. As in every engine that we
+know, a request is refused that would not fit an empty pool. Where blocks lie is followed too (`risk_placement.py`).
+Every second one reading comes out, with as much in it as engines of the imitated kind say: `ullage` tells everything,
+`sglang` everything but demand, `vllm` hot blocks alone, preemptions late, and nothing new during long steps.
 
 Ground truth is the first preemption after a minute without one, a device without free memory, or a control group at
 its limit. Seconds in which the head of the queue waits for blocks, or sequences are preempted, are a shortage: memory
@@ -19,12 +20,18 @@ import random
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
+from risk_placement import Placement
+
 from ullage_agent.adapters.base import Reading
 from ullage_agent.analysis import Surroundings
 from ullage_agent.histogram import Histogram
 from ullage_agent.wire import Device, EngineIdentity, Host, Snapshot
 
 STEP_S = 0.25
+BATCH_TOKENS = {"ullage": 512, "vllm": 2048, "sglang": 2048}
+"""Most prompt tokens of one engine step: the engines' defaults for small machines. More is admitted with the next."""
+LONG_STEP_S = 1.0
+"""vLLM's gauges show the end of the last step; shorter ones are as good as now."""
 DURATION_S = 600.0
 QUIET_S = 60.0
 """Exhaustion after this long without any is a new event."""
@@ -43,6 +50,8 @@ class Point:
     at: float
     reading: Reading | None
     around: Surroundings
+    neighbours: int | None = None
+    """Longest run of neighbouring blocks that are free or cached: what engines don't tell, for a baseline."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,10 @@ class Request:
     shared: int
     """Prompt tokens that lie in blocks of a prefix that others use too."""
     arrived: float
+    number: int = 0
     prefill_left: float = 0.0
+    ready_at: float = 0.0
+    """When the step ends that computes the last of the prompt."""
     done: float = 0.0
     blocks: int = 0
     computed_before: int = 0
@@ -111,6 +123,7 @@ class Engine:
     knee: float = 60.0
     """Batch at which that has halved."""
     prefill: float = 6000.0
+    batch_tokens: int = 2048
     max_running: int = 256
     caching: bool = True
     running: list[Request] = field(default_factory=list)
@@ -125,6 +138,20 @@ class Engine:
     preempted_at: list[float] = field(default_factory=list)
     late_preemptions: int = 0
     short_at: list[float] = field(default_factory=list)
+    began_at: float = 0.0
+    """When the step in progress began."""
+    busy_until: float = 0.0
+    placement: Placement | None = None
+    arrived: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sequence: it must fit a pool that holds nothing else."""
+        return (self.total - self.watermark) * self.block_tokens
+
+    @property
+    def watermark(self) -> int:
+        return math.ceil(self.total * 0.01)
 
     @property
     def hot(self) -> int:
@@ -139,57 +166,70 @@ class Engine:
         self.counters[name] = self.counters.get(name, 0) + amount
 
     def arrive(self, request: Request) -> None:
-        self.waiting.append(request)
+        """Queue a request; one that could never be served is refused."""
+        if request.prompt < self.longest:
+            request.answer = min(request.answer, self.longest - request.prompt)
+            self.arrived += 1
+            request.number = self.arrived
+            self.waiting.append(request)
 
-    def step(self, now: float) -> float:
-        """One engine step; seconds it took beyond STEP_S because of prefill."""
+    def step(self, now: float) -> None:
+        """What the engine does in `STEP_S` seconds: a step of prefill and admission if none is in progress, decode."""
         if self.frozen:
-            return 0.0
-        self._admit(now)
-        spent = self._prefill()
+            return
+        if now >= self.busy_until:
+            self.began_at = now
+            tokens = self._prefill(now)
+            self.busy_until = now + tokens / self.prefill
         self._decode(now)
         self.cached = min(self.cached, self.supply)
-        return spent
+        if self.placement is not None:
+            self.placement.follow([(request.number, request.blocks) for request in self.running], self.hot)
 
     def _own_blocks(self, request: Request, tokens: float) -> int:
         return math.ceil(max(0.0, tokens - request.shared) / self.block_tokens)
 
-    def _admit(self, now: float) -> None:
-        supply, watermark = self.supply, math.ceil(self.total * 0.01)
-        while self.waiting and len(self.running) < self.max_running:
+    def _prefill(self, now: float) -> float:
+        """Prompts of those who run, then admission while the budget lasts; tokens computed."""
+        budget = left = max(float(self.batch_tokens), self.prefill * STEP_S)  # several short steps count as one
+        for request in self.running:
+            left -= self._compute(request, left, now + (budget - left) / self.prefill)
+        supply = self.supply
+        while left > 0 and self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
             need = self._own_blocks(request, request.prompt + request.computed_before + 1)
-            if need + watermark > supply:
+            prefix = 0 if self.running else request.shared // self.block_tokens
+            if need + prefix + self.watermark > supply:
                 self.short_at.append(now)
-                return
-            self.waiting.pop(0)
-            request.blocks = need
-            request.prefill_left = float(request.prompt - request.shared + request.computed_before)
-            request.done = float(request.computed_before)
-            supply -= need
-            self.running.append(request)
-            if request.computed_before:
-                self.late_preemptions += 1
-                self.count("recomputed", request.prompt + request.computed_before)
-            else:
-                self.count("admitted")
-                self.count("prompt", request.prompt)
-                self.count("queries", request.prompt)
-                self.count("hits", request.shared)
+                break
+            supply -= need + prefix
+            self._admit(self.waiting.pop(0), need)
+            left -= self._compute(request, left, now + (budget - left) / self.prefill)
+        return budget - left
 
-    def _prefill(self) -> float:
-        budget = self.prefill * STEP_S
-        asked = 0.0
-        for request in self.running:
-            if request.prefill_left > 0:
-                asked += request.prefill_left
-                part = min(budget, request.prefill_left)
-                request.prefill_left -= part
-                budget -= part
-        return asked / self.prefill
+    def _compute(self, request: Request, budget: float, at: float) -> float:
+        part = min(budget, request.prefill_left)
+        request.prefill_left -= part
+        if part:
+            request.ready_at = at + part / self.prefill
+        return part
+
+    def _admit(self, request: Request, blocks: int) -> None:
+        request.blocks = blocks
+        request.prefill_left = float(request.prompt - request.shared + request.computed_before)
+        request.done = float(request.computed_before)
+        self.running.append(request)
+        if request.computed_before:
+            self.late_preemptions += 1
+            self.count("recomputed", request.prompt + request.computed_before)
+        else:
+            self.count("admitted")
+            self.count("prompt", request.prompt)
+            self.count("queries", request.prompt)
+            self.count("hits", request.shared)
 
     def _decode(self, now: float) -> None:
-        decoding = [request for request in self.running if request.prefill_left <= 0]
+        decoding = [request for request in self.running if request.prefill_left <= 0 and now >= request.ready_at]
         pace = self.speed / (1.0 + len(decoding) / self.knee) * STEP_S
         supply = self.supply
         for request in decoding:
@@ -264,7 +304,7 @@ def observe(engine: Engine, at: float, flavour: str, number: int) -> Reading:
         state = replace(
             state,
             block_bytes=2 * 32 * 8 * 128 * bt,
-            largest_free_run_blocks=min(free, max(1, round(free * 0.6))) if free else 0,
+            largest_allocation_blocks=free + cached,
             admitted_total=counters.get("admitted", 0),
             recomputed_tokens_total=counters.get("recomputed", 0),
             outstanding_blocks=sum(
@@ -272,6 +312,8 @@ def observe(engine: Engine, at: float, flavour: str, number: int) -> Reading:
                 for r in (*engine.running, *engine.waiting)
             ),
         )
+        if engine.placement is not None:
+            state = replace(state, largest_free_run_blocks=min(free, engine.placement.longest_free_run()))
     histograms = {}
     if flavour != "ullage":
         histograms = {"answer_tokens": histogram(engine.answers), "prompt_tokens": histogram(engine.prompts)}
@@ -298,10 +340,11 @@ class Plan:
 def play(name: str, family: str, plan: Plan, duration: float = DURATION_S) -> Scenario:
     """Run a plan second by second."""
     engine, rng = plan.engine, plan.engine.rng
+    engine.batch_tokens = BATCH_TOKENS[plan.flavour]
+    engine.placement = _placement(engine, plan.flavour, engine.cached)
     points: list[Point] = []
     events: list[float] = []
     seen: Reading | None = None
-    behind = 0.0
     bursts = list(plan.traffic.bursts)
     steps = round(1.0 / STEP_S)
     for second in range(round(duration)):
@@ -313,19 +356,21 @@ def play(name: str, family: str, plan: Plan, duration: float = DURATION_S) -> Sc
                 engine = replace(
                     engine, running=[], waiting=[], cached=0, instance="second", counters={}, generated=0.0,
                     answers=[0] * (len(BOUNDS) + 1), prompts=[0] * (len(BOUNDS) + 1), late_preemptions=0,
+                    busy_until=0.0, placement=_placement(engine, plan.flavour, 0),
                 )  # fmt: skip
             for _ in range(_poisson(rng, plan.traffic.rate(now) * STEP_S)):
                 engine.arrive(_request(rng, plan.traffic, now))
             while bursts and bursts[0][0] <= now:
                 for _ in range(bursts.pop(0)[1]):
                     engine.arrive(_request(rng, plan.traffic, now))
-            behind = max(behind - STEP_S, engine.step(now))
+            engine.step(now)
         at = float(second + 1)
-        stale = plan.flavour == "vllm" and seen is not None and behind > 2.0 and second % 4
-        seen = seen if stale else observe(engine, at, plan.flavour, second)
+        if seen is None or not _in_long_step(engine, plan.flavour, at):
+            seen = observe(engine, at, plan.flavour, second)
         lost = any(begin <= at < end for begin, end in plan.gaps)
         around = _around(plan, at, rng)
-        points.append(Point(at=at, reading=None if lost else seen, around=around))
+        run = None if engine.placement is None else engine.placement.longest_available_run()
+        points.append(Point(at=at, reading=None if lost else seen, around=around, neighbours=run))
         events.extend(_memory_events(plan, at, around, events))
     onsets = _onsets([*engine.preempted_at, *events])
     return Scenario(
@@ -333,6 +378,15 @@ def play(name: str, family: str, plan: Plan, duration: float = DURATION_S) -> Sc
         shortages=tuple(sorted({*engine.short_at, *engine.preempted_at, *events})),
         duration=duration, stuck_at=plan.stuck_at,
     )  # fmt: skip
+
+
+def _placement(engine: Engine, flavour: str, cached: int) -> Placement | None:
+    """Only one kind of engine tells of runs; of the others nobody need know."""
+    return Placement(engine.total, cached, caching=engine.caching) if flavour == "ullage" else None
+
+
+def _in_long_step(engine: Engine, flavour: str, at: float) -> bool:
+    return flavour == "vllm" and engine.busy_until > at and engine.busy_until - engine.began_at >= LONG_STEP_S
 
 
 def _around(plan: Plan, at: float, rng: random.Random) -> Surroundings:

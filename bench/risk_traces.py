@@ -6,8 +6,9 @@ An alarm is a score of at least 85. Alarms at most 30 s apart are one episode. A
 without) counts as foreseen when an episode began before it and lasted until at most 60 s before it; its lead is the
 time from that beginning, at most 120 s, and 0 when it was not foreseen. An episode is a false alarm when from its
 beginning to 60 s after its end memory was never what was missing; one that the end of the recording leaves open is not
-counted. All detectors are judged alike,
-on the same readings. Every third scenario is held out: nothing was tuned on it, and its figures stand apart.
+counted. How many of the false ones saw at least 97 % in use until then is told as `near_misses`; false they remain. All
+detectors are judged alike, on the same readings. Every third scenario is held out: nothing was tuned on it, and its
+figures stand apart.
 
 The last line is JSON: figures over all scenarios, over the held-out ones, of the recorded traces, and of the baselines.
 """
@@ -37,6 +38,7 @@ AFTER_S = 60.0
 MAX_LEAD_S = 120.0
 HELD_OUT = 3
 """Every third scenario."""
+NEAR_MISS = 0.97
 TRACES = Path(__file__).parents[1] / "tests" / "agent" / "traces"
 FIRST_PREEMPTION_S = 17.0
 """Of the pressure trace."""
@@ -52,12 +54,14 @@ class Tally:
     """Seconds of each event; 0 when it was not foreseen."""
     foreseen: int = 0
     false_alarms: int = 0
+    near_misses: int = 0
+    """Of the false alarms."""
     hours: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
             (*self.leads, *other.leads), self.foreseen + other.foreseen,
-            self.false_alarms + other.false_alarms, self.hours + other.hours,
+            self.false_alarms + other.false_alarms, self.near_misses + other.near_misses, self.hours + other.hours,
         )  # fmt: skip
 
     def figures(self) -> dict[str, float | int | None]:
@@ -69,6 +73,7 @@ class Tally:
             "false_alarms_per_hour": round(self.false_alarms / self.hours, 3) if self.hours else None,
             "events": len(leads),
             "false_alarms": self.false_alarms,
+            "near_misses": self.near_misses,
             "hours": round(self.hours, 2),
         }
 
@@ -98,7 +103,12 @@ def tally(alarms: Alarms, scenario: Scenario) -> Tally:
         for begin, end in spells
         if end + AFTER_S <= duration and not any(begin <= moment <= end + AFTER_S for moment in short)
     ]
-    return Tally(tuple(leads), sum(lead > 0 for lead in leads), len(false), duration / 3600)
+    near = sum(_nearly_full(scenario, begin, end + AFTER_S) for begin, end in false)
+    return Tally(tuple(leads), sum(lead > 0 for lead in leads), len(false), near, duration / 3600)
+
+
+def _nearly_full(scenario: Scenario, begin: float, end: float) -> bool:
+    return any(_usage(point) >= NEAR_MISS for at, point in _read(scenario.points) if begin <= at <= end)
 
 
 # -- detectors -----------------------------------------------------------------------------------------------------
@@ -111,8 +121,15 @@ def ours(points: Iterable[Point]) -> Iterator[tuple[float, Findings]]:
             yield point.at, analysis.take(point.reading, point.at, point.around)
 
 
-def score_alarms(points: Sequence[Point]) -> Alarms:
-    return [(at, (found.risk.score or 0.0) >= ALARM) for at, found in ours(points)]
+def score_alarms(points: Sequence[Point]) -> dict[str, Alarms]:
+    """Of the whole score, and of the greatest of its terms but the classic one."""
+    whole: Alarms = []
+    rest: Alarms = []
+    for at, found in ours(points):
+        terms = found.risk.terms
+        whole.append((at, (found.risk.score or 0.0) >= ALARM))
+        rest.append((at, max((value for name, value in terms.items() if name != "classic"), default=0.0) >= ALARM))
+    return {"ullage": whole, "ullage without classic": rest}
 
 
 def usage_above(limit: float) -> Callable[[Sequence[Point]], Alarms]:
@@ -120,7 +137,7 @@ def usage_above(limit: float) -> Callable[[Sequence[Point]], Alarms]:
 
 
 def classic_formula(points: Sequence[Point]) -> Alarms:
-    """0.6 pressure + 0.4 external; external is 1 without free blocks, 0 where the engine tells nothing."""
+    """As first published: external over free blocks; 1 without any, 0 where the engine tells nothing."""
     alarms = []
     for at, point in _read(points):
         assert point.reading is not None
@@ -130,6 +147,20 @@ def classic_formula(points: Sequence[Point]) -> Alarms:
             external = 1.0
         elif state.free_blocks and state.largest_free_run_blocks is not None:
             external = 1.0 - state.largest_free_run_blocks / state.free_blocks
+        alarms.append((at, 100 * (0.6 * _usage(point) + 0.4 * external) >= ALARM))
+    return alarms
+
+
+def classic_of_neighbours(points: Sequence[Point]) -> Alarms:
+    """The same with external over free and cached blocks, by their longest run of neighbours; where runs are known."""
+    alarms = []
+    for at, point in _read(points):
+        assert point.reading is not None
+        state = point.reading.snapshot
+        external = 0.0
+        if point.neighbours is not None:
+            available = (state.free_blocks or 0) + (state.reclaimable_blocks or 0)
+            external = 1.0 - min(point.neighbours, available) / available if available else 1.0
         alarms.append((at, 100 * (0.6 * _usage(point) + 0.4 * external) >= ALARM))
     return alarms
 
@@ -144,22 +175,19 @@ def linear_extrapolation(points: Sequence[Point]) -> Alarms:
     return alarms
 
 
-def without_classic(points: Sequence[Point]) -> Alarms:
-    """The greatest of our other terms: what the fixed classic formula adds, in warnings and in false ones."""
-    return [
-        (at, max((value for name, value in found.risk.terms.items() if name != "classic"), default=0.0) >= ALARM)
-        for at, found in ours(points)
-    ]
-
-
-DETECTORS: dict[str, Callable[[Sequence[Point]], Alarms]] = {
-    "ullage": score_alarms,
-    "ullage without classic": without_classic,
+BASELINES: dict[str, Callable[[Sequence[Point]], Alarms]] = {
     "usage>0.90": usage_above(0.90),
     "usage>0.95": usage_above(0.95),
     "classic": classic_formula,
+    "classic, neighbours": classic_of_neighbours,
     "linear": linear_extrapolation,
 }
+DETECTORS = ("ullage", "ullage without classic", *BASELINES)
+
+
+def detect(points: Sequence[Point]) -> dict[str, Alarms]:
+    """Alarms of every detector."""
+    return {**score_alarms(points), **{name: alarms_of(points) for name, alarms_of in BASELINES.items()}}
 
 
 def _read(points: Sequence[Point]) -> Iterator[tuple[float, Point]]:
@@ -203,8 +231,8 @@ def judge_traces(output: Path | None) -> dict[str, dict[str, float | None]]:
         found = list(ours(points))
         if output is not None:
             plot_trace(output / f"risk_trace_{name}.svg", name, points, found, truth)
-        for detector, alarms_of in DETECTORS.items():
-            alarms = [at for at, on in alarms_of(points) if on]
+        for detector, found_alarms in detect(points).items():
+            alarms = [at for at, on in found_alarms if on]
             lead = None if truth is None or not alarms else round(truth - alarms[0], 1)
             entry = results.setdefault(detector, {})
             if truth is not None:
@@ -222,8 +250,8 @@ def judge_scenarios(scenarios: Iterable[tuple[int, Scenario]]) -> dict[str, dict
     results: dict[str, dict[str, Tally]] = {name: {} for name in DETECTORS}
     for number, scenario in scenarios:
         part = "held_out" if is_held_out(number) else "tuned"
-        for detector, alarms_of in DETECTORS.items():
-            one = tally(alarms_of(scenario.points), scenario)
+        for detector, alarms in detect(scenario.points).items():
+            one = tally(alarms, scenario)
             for key in (part, scenario.family, scenario.flavour):
                 results[detector][key] = results[detector].get(key, Tally()) + one
     return results

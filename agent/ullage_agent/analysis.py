@@ -7,30 +7,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from ullage_agent.adapters.base import Reading
+from ullage_agent.allocator import AllocatorWatch
 from ullage_agent.forecast import ForecastConfig, Prospect, Sample, Window, forecast, growth, observe
 from ullage_agent.fragmentation import fragmentation
 from ullage_agent.lengths import LengthLearner, Lengths
 from ullage_agent.liveness import Pulse, feel, judge
-from ullage_agent.projection import Load, project
+from ullage_agent.prospect import prospect
 from ullage_agent.risk import DeviceOutlook, Risk, RiskInputs, assess
 from ullage_agent.service import Moment, Moments, remember, service
 from ullage_agent.wire import Device, Forecast, Fragmentation, Host, Liveness, Rank, Service, Snapshot
 
-PROJECTION_S = 120.0
 THRASH_S = 20.0
 """Thrash is judged over this long: whoever evicted must see soon whether it helped."""
-ARRIVALS_S = 30.0
-"""Arrivals are counted over this long: longer is slower to see a burst, shorter is noise."""
-PIECE_S = 5.0
-"""Arrivals are counted in pieces this long to tell a burst."""
-MIN_PIECES = 3
 PLENTY = 0.15
 """Share of a device or group that must be left before its growth is a risk."""
-BAND = 1.28
-"""Standard deviations from p50 to p90, of a count of arrivals (Poisson)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +55,8 @@ class Analysis:
         self._moments: Moments = ()
         self._lengths = LengthLearner()
         self._pulse: Pulse | None = None
+        self._allocator = AllocatorWatch()
+        self._prospects: dict[str, Prospect | None] = {}
 
     def take(self, reading: Reading, at: float, around: Surroundings | None = None) -> Findings:
         """Take in a reading that began at `at` (monotonic seconds), and say what follows."""
@@ -79,7 +73,7 @@ class Analysis:
             fragmentation=figures,
             forecast=outlook,
             service=service(remember(self._moments[:-1], moment, THRASH_S)),
-            devices=tuple(self._device(device, at) for device in around.devices),
+            devices=self._devices(around.devices, reading, at),
             host=around.host,
             host_exhaustion_s=self._host(around.host, at),
         )
@@ -106,10 +100,23 @@ class Analysis:
     def _forecast_part(
         self, reading: Reading, state: Snapshot, at: float, lengths: Lengths | None, name: str
     ) -> Forecast:
-        window = self._grow(f"pool {name}", at, reading.identity.instance, state.sequence, state.hot_blocks)
-        ahead = prospect(state, self._moments, lengths) if lengths else None
         quiet = 0.0 if self._pulse is None else at - self._pulse.moved_at
-        return forecast(window, state, ahead, quiet_s=quiet)
+        window = self._grow(f"pool {name}", at, reading.identity.instance, state.sequence, state.hot_blocks)
+        if not quiet:  # an engine in which nothing moved has told nothing new, whoever has come to wait meanwhile
+            self._prospects[name] = prospect(state, self._moments, lengths) if lengths else None
+        return forecast(window, state, self._prospects.get(name), quiet_s=quiet)
+
+    def _devices(self, devices: tuple[Device, ...], reading: Reading, at: float) -> tuple[DeviceOutlook, ...]:
+        """The engine's pool and allocator are taken to be on the only device; of several nobody says where."""
+        state = reading.snapshot
+        need = self._allocator.look(
+            at, reading.identity.instance, state.allocator_reserved_bytes, state.allocator_allocated_bytes
+        )
+        outlooks = tuple(self._device(device, at) for device in devices)
+        if len(outlooks) != 1:
+            return outlooks
+        pool = (state.total_blocks or 0) * (state.block_bytes or 0)
+        return (replace(outlooks[0], pool_bytes=pool, need=need),)
 
     def _device(self, device: Device, at: float) -> DeviceOutlook:
         used, total = device.used_bytes, device.total_bytes
@@ -132,71 +139,6 @@ class Analysis:
         sample = Sample(at=at, instance=instance, sequence=sequence, hot_blocks=amount)
         self._windows[key] = observe(window, sample, self._config)
         return self._windows[key]
-
-
-def prospect(state: Snapshot, moments: Moments, lengths: Lengths) -> Prospect | None:
-    """Where present work and arrivals lead; None where the engine says too little."""
-    recent = service(remember(moments[:-1], moments[-1], ARRIVALS_S))
-    tokens, total, hot = state.block_tokens, state.total_blocks, state.hot_blocks
-    if recent is None or tokens is None or total is None or hot is None or state.running is None:
-        return None
-    speed, arrivals = recent.generated_tokens_per_s, steady_arrivals(moments)
-    busy = _mean_running(moments, ARRIVALS_S)
-    if not speed or arrivals is None or not busy:
-        return None
-    share = 1.0 if not state.ranks else 1.0 / len(state.ranks)
-    load = Load(
-        held_tokens=float(hot * tokens),
-        running=state.running,
-        waiting=state.waiting or 0,
-        tokens_per_s=speed / busy,
-        prompt_tokens=lengths.prompt_mean * (1.0 - (recent.prefix_hit_ratio or 0.0)) + tokens / 2,
-    )
-    spread = BAND * math.sqrt(max(arrivals * share, 1.0 / recent.window_s) / recent.window_s)
-    outlook = project(load, lengths, PROJECTION_S)
-    courses = [outlook.course(max(0.0, arrivals * share + step)) for step in (spread, 0.0, -spread)]
-    early, middle, late = (course.reaches(total * tokens) for course in courses)
-    return Prospect(
-        peak_blocks=courses[1].peak / tokens,
-        reaches=(early, middle, late),
-    )
-
-
-def steady_arrivals(moments: Moments) -> float | None:
-    """Arrivals a second over the last half minute without a burst: those who came with it run or wait already, and
-    it would be a mistake to expect it again every half minute."""
-    pieces: dict[int, float] = {}
-    last = moments[-1].at
-    for before, now in pairwise(remember(moments[:-1], moments[-1], ARRIVALS_S)):
-        gains = [_gain(before.snapshot, now.snapshot, name) for name in ("finished_total", "running", "waiting")]
-        if None in gains:
-            return None
-        covered = range(int((last - now.at) // PIECE_S), int((last - before.at - 1e-9) // PIECE_S) + 1)
-        count = sum(gain for gain in gains if gain is not None) / len(covered)
-        for piece in covered:  # several where readings were missed
-            pieces[piece] = pieces.get(piece, 0.0) + count
-    counts = sorted(max(0.0, count) for count in pieces.values())
-    if not counts:
-        return None
-    rest = counts[:-1]
-    usual = sum(rest) / len(rest) if len(rest) >= MIN_PIECES else None
-    if usual is not None and counts[-1] > usual + 4.0 * math.sqrt(usual + 1.0):
-        counts = rest
-    return sum(counts) / (len(counts) * PIECE_S)
-
-
-def _gain(before: Snapshot, now: Snapshot, name: str) -> int | None:
-    old, new = getattr(before, name), getattr(now, name)
-    return None if old is None or new is None else int(new - old)
-
-
-def _mean_running(moments: Moments, window_s: float) -> float:
-    recent = [
-        moment.snapshot.running
-        for moment in moments
-        if moments[-1].at - moment.at <= window_s and moment.snapshot.running is not None
-    ]
-    return sum(recent) / len(recent) if recent else 0.0
 
 
 def _as_snapshot(whole: Snapshot, rank: Rank) -> Snapshot:

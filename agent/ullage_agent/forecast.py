@@ -5,7 +5,8 @@ cannot bend. Supply is free plus reclaimable blocks: prefix cache gives way to l
 admitted and waiting requests may still ask for; where it is at most the supply, admitted work provably fits and
 no exhaustion is in sight however fast the pool fills. An engine that cannot say its demand is judged by growth.
 
-A prospect (`projection.py`) says how far present work and arrivals at the present pace will go, by learned lengths.
+A prospect (`prospect.py`) says how likely present work and arrivals at the present pace fill the pool, and by when, by
+learned lengths.
 
 Non-goals: predicting changes in the arrival of new requests.
 """
@@ -16,12 +17,19 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
+from ullage_agent.passage import time_of
 from ullage_agent.wire import Forecast, Snapshot
 
 MIN_SPACING_S = 0.01
 """Readings closer than this replace each other: their slope would be noise."""
 MIN_SAMPLES = 3
 """Fewer say nothing about growth: the first readings after a start are not a trend."""
+LATELY_S = 8.0
+"""Growth without learned lengths must be there over this long too."""
+STILL_S = 15.0
+"""Longer than the longest engine step seen, a prefill of eight seconds."""
+SOON_S = 60.0
+"""`exhaustion_chance` is that of so many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +59,25 @@ Band = tuple[float | None, float | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """What the projection says of the pool. The band comes from the uncertainty of arrivals."""
+    """What the projection says of the pool."""
 
     peak_blocks: float
-    """Most hot blocks within the horizon, at the present pace of arrivals."""
-    reaches: Band
-    """Seconds until the pool is full: at the upper end of the band, at the present pace, at the lower end."""
+    """Most hot blocks within the horizon, on average."""
+    times: tuple[float, ...]
+    chances: tuple[float, ...]
+    """Of having been full by each time."""
+    learned: bool = True
+    """Whether enough requests have finished to believe it without growth that bears it out."""
+
+    def time_of(self, chance: float) -> float | None:
+        """Seconds until the pool was full with this chance; None: not in sight."""
+        return time_of(chance, self.times, self.chances)
+
+    def chance_by(self, seconds: float) -> float:
+        """Chance of being full within so many seconds."""
+        return max(
+            (chance for time, chance in zip(self.times, self.chances, strict=True) if time <= seconds), default=0.0
+        )
 
 
 Window = tuple[Sample, ...]
@@ -91,28 +112,46 @@ def growth(window: Window) -> Growth | None:
     return Growth(low=slopes[tail], middle=median(slopes), high=slopes[-1 - tail])
 
 
+def persistent(window: Window) -> Growth | None:
+    """Growth that is still there: that of the last seconds where it is less than that of the whole window, as in a
+    pool that begins to serve and fills ever slower."""
+    whole = growth(window)
+    lately = growth(tuple(sample for sample in window if window[-1].at - sample.at <= LATELY_S))
+    if whole is None or lately is None:
+        return whole
+    low, middle, high = (min(getattr(whole, name), getattr(lately, name)) for name in ("low", "middle", "high"))
+    return Growth(low=low, middle=middle, high=high)
+
+
 def forecast(window: Window, snapshot: Snapshot, prospect: Prospect | None = None, *, quiet_s: float = 0.0) -> Forecast:
     """Time until the supply is gone, with its band; all None where that is not in sight.
 
-    Growth alone runs on for ever, so it is believed only where the prospect, if there is one, agrees that present
-    work and arrivals come near the pool's size, or where the pool is almost full. Nothing is in sight while no counter
-    of the engine has moved for long (`quiet_s`): a pool in which nothing happens does not fill.
+    Growth alone runs on for ever, so it counts only until there is a prospect from learned lengths; one of lengths that
+    are only just known must bear it out. Nothing is in sight while no counter of the engine has moved for long
+    (`quiet_s`): a pool in which nothing happens does not fill.
     """
     rate = growth(window)
     supply, demand = supply_blocks(snapshot), snapshot.outstanding_blocks
-    early, middle, late = _exhaustion(rate, supply, demand)
-    if prospect is not None and middle != 0.0:
-        early, middle, late = _weighed((early, middle, late), prospect, snapshot, supply, demand)
-    if quiet_s >= STILL_S and middle != 0.0:
-        early, middle, late = None, None, None
+    band, chance = _exhaustion(rate, supply, demand), None
+    learned = prospect is not None and prospect.learned
+    if prospect is not None and _open(supply, demand):
+        expected = prospect.time_of(0.1), prospect.time_of(0.5), prospect.time_of(0.9)
+        band = expected if learned else _later(expected, band)
+    elif band[1] != 0.0 and _open(supply, demand):
+        band = _exhaustion(persistent(window), supply, demand)
+    if prospect is not None and learned:
+        chance = prospect.chance_by(SOON_S) if _open(supply, demand) else float(band[1] == 0.0)
+    if quiet_s >= STILL_S and band[1] != 0.0:
+        band, chance = (None, None, None), None if chance is None else 0.0
     return Forecast(
-        exhaustion_p10_s=early,
-        exhaustion_p50_s=middle,
-        exhaustion_p90_s=late,
+        exhaustion_p10_s=band[0],
+        exhaustion_p50_s=band[1],
+        exhaustion_p90_s=band[2],
         growth_blocks_per_s=None if rate is None else rate.middle,
         demand_blocks=demand,
         supply_blocks=supply,
-        projected_peak_blocks=None if prospect is None else round(prospect.peak_blocks),
+        projected_peak_blocks=round(prospect.peak_blocks) if prospect is not None and learned else None,
+        exhaustion_chance=chance,
     )
 
 
@@ -134,31 +173,6 @@ def _continues(last: Sample, new: Sample) -> bool:
     return new.sequence is None or last.sequence is None or new.sequence >= last.sequence
 
 
-STILL_S = 15.0
-"""Longer than the longest engine step seen, a prefill of eight seconds."""
-NEAR_FULL = 0.06
-"""A supply below this share of the pool is used up by growth, whatever lengths were learned."""
-COMES_NEAR = 0.92
-"""Share of the pool that the prospect's peak must reach for growth to be believed."""
-
-
-def _weighed(trend: Band, prospect: Prospect, snapshot: Snapshot, supply: int | None, demand: int | None) -> Band:
-    total = snapshot.total_blocks
-    if total is None or supply is None or (demand is not None and demand <= supply):
-        return trend
-    if supply < NEAR_FULL * total:
-        return trend
-    if prospect.peak_blocks < COMES_NEAR * total:
-        return None, None, None
-    early, middle, late = prospect.reaches
-    return _sooner(trend[0], early), _sooner(trend[1], middle), _sooner(trend[2], late)
-
-
-def _sooner(one: float | None, other: float | None) -> float | None:
-    known = [seconds for seconds in (one, other) if seconds is not None]
-    return min(known, default=None)
-
-
 def _exhaustion(rate: Growth | None, supply: int | None, demand: int | None) -> Band:
     if supply is None or (demand is not None and demand <= supply):
         return None, None, None
@@ -167,6 +181,16 @@ def _exhaustion(rate: Growth | None, supply: int | None, demand: int | None) -> 
     if rate is None:
         return None, None, None
     return _seconds(supply, rate.high), _seconds(supply, rate.middle), _seconds(supply, rate.low)
+
+
+def _open(supply: int | None, demand: int | None) -> bool:
+    """Whether exhaustion is neither here nor out of the question."""
+    return supply is not None and supply > 0 and not (demand is not None and demand <= supply)
+
+
+def _later(one: Band, other: Band) -> Band:
+    early, middle, late = (None if a is None or b is None else max(a, b) for a, b in zip(one, other, strict=True))
+    return early, middle, late
 
 
 def _seconds(supply: int, slope: float) -> float | None:

@@ -60,12 +60,20 @@ class Histogram:
 
     def mean(self) -> float | None:
         """Mean with every observation in the middle of its bucket; beyond the last finite bound, 1.5 times it."""
+        return self._moment(1)
+
+    def deviation(self) -> float | None:
+        """Standard deviation, observations placed as for the mean."""
+        mean, square = self._moment(1), self._moment(2)
+        return None if mean is None or square is None else math.sqrt(max(0.0, square - mean * mean))
+
+    def _moment(self, power: int) -> float | None:
         if not self.count:
             return None
         total, low, below = 0.0, 0.0, 0.0
         for bound, count in self.buckets:
             middle = low * 1.5 if math.isinf(bound) else (low + bound) / 2
-            total += (count - below) * middle
+            total += (count - below) * middle**power
             low, below = bound, count
         return total / self.count
 

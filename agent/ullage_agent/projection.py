@@ -10,6 +10,9 @@ straight line through its growth would not.
             + arrivals · ∫ S(r·u) · (prompt + r·u) du,   u from 0 to t
 
 with S(x) the share of answers longer than x tokens, and r the tokens a second of one sequence.
+
+Beside the mean goes its variance: each request ends or not by itself, prompts differ, arrivals come at random
+(Poisson), and their pace is known only as well as it was counted.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from dataclasses import dataclass
 from operator import mul
 
 from ullage_agent.lengths import Lengths
+from ullage_agent.passage import Spread
 
-CELLS = 24
-"""Resolution of lengths."""
+CELLS = 96
+"""Most cells that lengths are divided into."""
 STEPS = 48
-"""Most steps in time."""
+"""Steps in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,70 +40,77 @@ class Load:
     """Pace of one sequence."""
     prompt_tokens: float
     """What a new request's prompt takes beyond what it shares with others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """Tokens held at each time from now on."""
-
-    times: tuple[float, ...]
-    held: tuple[float, ...]
-
-    @property
-    def peak(self) -> float:
-        return max(self.held)
-
-    def reaches(self, tokens: float) -> float | None:
-        """Seconds until `tokens` are held, straight lines between the times; None if they never are."""
-        before_t, before = 0.0, self.held[0]
-        for time, held in zip(self.times, self.held, strict=True):
-            if held >= tokens:
-                if held <= before:
-                    return time
-                return before_t + (time - before_t) * max(0.0, tokens - before) / (held - before)
-            before_t, before = time, held
-        return None
+    prompt_deviation: float = 0.0
+    """Standard deviation of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """The course in two parts, because arrivals enter it linearly and are the least certain."""
+    """Present and coming work apart, because arrivals enter linearly: mean and variance of the tokens held."""
 
     times: tuple[float, ...]
     present: tuple[float, ...]
     """Tokens of those who run or wait now."""
+    present_variance: tuple[float, ...]
     coming: tuple[float, ...]
     """Tokens of those who will have come by then, for one arrival a second."""
+    coming_variance: tuple[float, ...]
+    forgetting: float
+    """Share of the requests that ends each second."""
 
-    def course(self, arrivals_per_s: float) -> Course:
-        """The course at a pace of arrivals."""
-        held = (now + arrivals_per_s * new for now, new in zip(self.present, self.coming, strict=True))
-        return Course(times=self.times, held=tuple(held))
+    def spread(self, arrivals_per_s: float, arrivals_variance: float) -> Spread:
+        """The distribution of what is held, at a pace of arrivals known to some variance."""
+        means = [now + arrivals_per_s * new for now, new in zip(self.present, self.coming, strict=True)]
+        variances = [
+            now + arrivals_per_s * new + arrivals_variance * mean * mean
+            for now, new, mean in zip(self.present_variance, self.coming_variance, self.coming, strict=True)
+        ]
+        return Spread(times=self.times, means=means, variances=variances, forgetting=self.forgetting)
 
 
 def project(load: Load, lengths: Lengths, horizon_s: float) -> Outlook:
     """Tokens held over `horizon_s` seconds."""
-    cell = max(lengths.longest() / CELLS, load.tokens_per_s * horizon_s / STEPS)
-    steps = max(1, min(STEPS, round(load.tokens_per_s * horizon_s / cell)))
-    survival = [lengths.survival(index * cell) for index in range(CELLS + steps + 1)]
+    pause = horizon_s / STEPS
+    cell = pause * load.tokens_per_s
+    cells = max(1, min(CELLS, round(lengths.longest() / cell)))
+    survival = [lengths.survival(index * cell) for index in range(cells + STEPS + 2)]
     # a request holds a token at least: nearly nothing would make `scale` nearly infinite
-    prompt, pause = max(1.0, load.prompt_tokens), cell / load.tokens_per_s
-    # tokens that a request holds at an age, times the chance that it gets so old
-    alive = [share * (prompt + index * cell) for index, share in enumerate(survival)]
-    ages = _ages(load, survival, cell)
+    prompt, own = max(1.0, load.prompt_tokens), load.prompt_deviation**2
+    # what a request holds at an age, and its square, times the chance that it gets so old
+    size = [prompt + index * cell for index in range(len(survival))]
+    alive = list(map(mul, survival, size))
+    alive_2 = [share * (tokens * tokens + own) for share, tokens in zip(survival, size, strict=True)]
+    ages = _ages(load, survival, cell, cells)
+    total = sum(ages)
+    ages = [weight * load.running / total for weight in ages] if total else ages
     weights = [weight / survival[index] if survival[index] else 0.0 for index, weight in enumerate(ages)]
+    weights_2 = [w / survival[index] if survival[index] else 0.0 for index, w in enumerate(weights)]
     held_now = sum(map(mul, weights, alive))
     scale = load.held_tokens / held_now if held_now else 0.0  # shared prefixes hold less, half-filled blocks more
-    times, present, coming, came = [0.0], [load.held_tokens], [0.0], 0.0
-    for step in range(1, steps + 1):
+    sure = [share * square for share, square in zip(survival, alive_2, strict=True)]
+    rows = [(0.0, load.held_tokens, 0.0, 0.0, 0.0)]
+    came = came_2 = 0.0
+    for step in range(1, STEPS + 1):
         came += pause * (alive[step] + alive[step - 1]) / 2
-        times.append(step * pause)
-        present.append(scale * sum(map(mul, weights, alive[step:])) + load.waiting * alive[step])
-        coming.append(came)
-    return Outlook(times=tuple(times), present=tuple(present), coming=tuple(coming))
+        came_2 += pause * (alive_2[step] + alive_2[step - 1]) / 2
+        ends = sum(map(mul, weights, alive_2[step:])) - sum(map(mul, weights_2, sure[step:]))
+        rows.append(
+            (
+                step * pause,
+                scale * sum(map(mul, weights, alive[step:])) + load.waiting * alive[step],
+                max(0.0, scale * scale * ends) + load.waiting * max(0.0, alive_2[step] - alive[step] ** 2),
+                came,
+                came_2,
+            )
+        )
+    columns = [tuple(column) for column in zip(*rows, strict=True)]
+    return Outlook(
+        times=columns[0], present=columns[1], present_variance=columns[2], coming=columns[3],
+        coming_variance=columns[4], forgetting=load.tokens_per_s / max(1.0, lengths.answer_mean),
+    )  # fmt: skip
 
 
-def _ages(load: Load, survival: list[float], cell: float) -> list[float]:
+def _ages(load: Load, survival: list[float], cell: float, cells: int) -> list[float]:
     """How many running sequences there are of each age: as many as survive of arrivals that have gone on for the
     time at which the mean fits what is held. Without such a time, all have one age, or arrivals go on for ever."""
     if not load.running:
@@ -107,13 +118,13 @@ def _ages(load: Load, survival: list[float], cell: float) -> list[float]:
     wanted = max(0.0, load.held_tokens / load.running - load.prompt_tokens)
     weights: list[float] = []
     total = moment = 0.0
-    for index in range(CELLS + 1):
+    for index in range(cells + 1):
         weights.append(survival[index])
         total += survival[index]
         moment += survival[index] * index * cell
         if total and moment / total >= wanted:
             return weights
-    older = min(CELLS, round(wanted / cell))
+    older = min(cells, round(wanted / cell))
     if survival[older]:
         return weights if wanted <= 1.5 * moment / max(total, 1e-9) else [0.0] * older + [1.0]
     return weights

@@ -6,15 +6,17 @@ are pictured in `docs/risk.md`.
 
 Terms:
     classic    `min(100, 100 * (0.6 * pressure + 0.4 * external))` with `pressure = hot / total` and external
-               fragmentation. Cached blocks are no pressure, but a pool without a free block has external 1.0.
-    forecast   how soon the pool can no longer serve what was already admitted, by `FORECAST_CURVE`; while no lengths
-               were learned, at most what `UNLEARNED_CURVE` allows.
+               fragmentation of what can be handed out, cached blocks included: as they are no pressure, they are
+               supply. With nothing to hand out it is 1.0.
+    forecast   how soon the pool can no longer serve what was admitted and what comes: the time by which that is as
+               likely as not, by `FORECAST_CURVE`, or its chance within a minute, by `CHANCE_CURVE`. While no lengths
+               were learned, the time by growth, and at most what `UNLEARNED_CURVE` or `UNOPPOSED_CURVE` allows.
     thrash     work lost to preemption, over twenty seconds: preemptions per finished request by `PREEMPTION_CURVE`
                and recomputed tokens as a share of all by `RECOMPUTE_CURVE`; the greater counts.
-    device     the tightest accelerator: free memory by `DEVICE_CURVE`, or the time until it is gone at its present
-               growth by `FORECAST_CURVE`. The pool itself is allocated for good, so what is free is what activations,
-               graphs and neighbours share; memory that the engine's allocator holds but cannot hand out in one piece
-               is not counted as free.
+    device     the tightest accelerator: free memory as a share of all but the KV pool, which is allocated for good,
+               by `DEVICE_CURVE`; the time until it is gone at its present growth by `FORECAST_CURVE`; the largest
+               request of the engine's allocator against what is free and what it wastes, by `FIT_CURVE`. Waste that
+               was seen to be in pieces too small is not counted (`allocator.py`).
     host       control group: used share by `HOST_CURVE`, time to the limit by `FORECAST_CURVE`, stalls by
                `PSI_CURVE`, and the unfilled rest of the offload tier against the room that is left.
 """
@@ -24,19 +26,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ullage_agent.allocator import Need
+from ullage_agent.curve import Curve, points_on_curve
+from ullage_agent.fragmentation import unusable
 from ullage_agent.wire import Device, Forecast, Fragmentation, Host, Service, Snapshot
-
-Curve = tuple[tuple[float, float], ...]
-"""Corners, ascending in x; straight lines between, flat outside."""
 
 FORECAST_CURVE: Curve = ((5.0, 100.0), (30.0, 85.0), (120.0, 50.0), (600.0, 0.0))
 """Seconds to exhaustion (p50) → points.
 
 30 s → 85 is where eviction starts by default: about as long as an eviction, its effect and one retry take.
 """
-UNLEARNED_CURVE: Curve = ((0.4, 40.0), (0.65, 100.0))
+CHANCE_CURVE: Curve = ((0.0, 0.0), (0.5, 60.0))
+"""Chance of exhaustion within a minute → points. From an even chance on, the time counts."""
+UNLEARNED_CURVE: Curve = ((0.4, 40.0), (0.8, 100.0))
 """Hot share of the pool → most points of the forecast term while no lengths were learned: every pool that begins to
 serve fills fast at first, and growth alone can't tell a beginning from an end."""
+UNOPPOSED_CURVE: Curve = ((0.4, 40.0), (0.65, 100.0))
+"""The same while no request finishes at all: nothing has been seen that would stop the growth."""
 PREEMPTION_CURVE: Curve = ((0.0, 0.0), (0.05, 50.0), (0.3, 85.0), (1.0, 100.0))
 """Preemptions per finished request → points: at 0.3 every third answer was computed twice."""
 RECOMPUTE_CURVE: Curve = ((0.0, 0.0), (0.02, 30.0), (0.15, 85.0), (0.4, 100.0))
@@ -47,17 +53,22 @@ HOST_CURVE: Curve = ((0.80, 0.0), (0.90, 50.0), (0.95, 85.0), (0.99, 100.0))
 """Used memory as a share of the control group's limit → points."""
 PSI_CURVE: Curve = ((0.05, 0.0), (0.2, 50.0), (0.5, 85.0), (0.9, 100.0))
 """Share of ten seconds in which all tasks waited for memory (full) → points."""
-TIER_CURVE: Curve = ((0.7, 0.0), (1.0, 60.0), (1.5, 85.0), (3.0, 100.0))
-"""What the offload tier may still take, over the room below the limit → points: above 1 it does not fit."""
+FIT_CURVE: Curve = ((0.7, 0.0), (1.0, 60.0), (1.5, 85.0), (3.0, 100.0))
+"""What may still be asked for at once or by and by (the allocator's largest request, the unfilled rest of the offload
+tier), over the room for it → points: above 1 it does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOutlook:
-    """One device and where it is heading."""
+    """One device and where it is heading. Bytes and seconds."""
 
     device: Device
     exhaustion_s: float | None = None
     """Seconds until nothing is free at the present growth; None: not in sight."""
+    pool_bytes: int = 0
+    """Of it, what the KV pool takes for good."""
+    need: Need | None = None
+    """What the engine's allocator may ask for, where this is its device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,25 +107,28 @@ def assess(inputs: RiskInputs) -> Risk:
 def classic(inputs: RiskInputs) -> float | None:
     """Pressure and external fragmentation, weighted 0.6 to 0.4."""
     hot, total = inputs.snapshot.hot_blocks, inputs.snapshot.total_blocks
-    external = inputs.fragmentation.external
+    external = unusable(inputs.snapshot)
     if hot is None or not total or external is None:
         return None
     return min(100.0, 100 * (0.6 * (hot / total) + 0.4 * external))
 
 
 def imminence(inputs: RiskInputs) -> float | None:
-    """Time to exhaustion by `FORECAST_CURVE`; 0 when it was looked for and is not in sight."""
+    """Time to exhaustion and the chance of it; 0 when it was looked for and is not in sight."""
     forecast, state = inputs.forecast, inputs.snapshot
+    chance = points_on_curve(forecast.exhaustion_chance or 0.0, CHANCE_CURVE)
     if forecast.exhaustion_p50_s is not None:
-        points = points_on_curve(forecast.exhaustion_p50_s, FORECAST_CURVE)
+        points = max(chance, points_on_curve(forecast.exhaustion_p50_s, FORECAST_CURVE))
         if forecast.projected_peak_blocks is not None or not state.total_blocks or state.hot_blocks is None:
             return points
-        return min(points, points_on_curve(_tightest_usage(state), UNLEARNED_CURVE))
+        unopposed = inputs.service is None or not inputs.service.finishes_per_s
+        most = UNOPPOSED_CURVE if unopposed else UNLEARNED_CURVE
+        return min(points, points_on_curve(_tightest_usage(state), most))
     demand, supply = forecast.demand_blocks, forecast.supply_blocks
     if supply is None:
         return None
     fits = demand is not None and demand <= supply
-    return 0.0 if fits or forecast.growth_blocks_per_s is not None else None
+    return chance if fits or forecast.growth_blocks_per_s is not None else None
 
 
 def thrash(inputs: RiskInputs) -> float | None:
@@ -140,7 +154,12 @@ def device(inputs: RiskInputs) -> float | None:
         total, used = outlook.device.total_bytes, outlook.device.used_bytes
         if not total or used is None:
             continue
-        points.append(points_on_curve(max(0, total - used) / total, DEVICE_CURVE))
+        free, pool = max(0, total - used), outlook.pool_bytes
+        rest = total - pool if pool <= used and pool < total else total
+        points.append(points_on_curve(free / rest, DEVICE_CURVE))
+        if outlook.need is not None:
+            room = max(1, free + outlook.need.waste)
+            points.append(points_on_curve(outlook.need.request / room, FIT_CURVE))
         if outlook.exhaustion_s is not None:
             points.append(points_on_curve(outlook.exhaustion_s, FORECAST_CURVE))
     return max(points, default=None)
@@ -162,19 +181,6 @@ def host(inputs: RiskInputs) -> float | None:
     return max(points, default=None)
 
 
-def points_on_curve(value: float, curve: Curve) -> float:
-    """Straight lines between the curve's corners (ascending in x), flat outside them."""
-    left_x, left_y = curve[0]
-    if value <= left_x:
-        return left_y
-    for right_x, right_y in curve[1:]:
-        if value <= right_x:
-            share = (value - left_x) / (right_x - left_x)
-            return left_y + share * (right_y - left_y)
-        left_x, left_y = right_x, right_y
-    return left_y
-
-
 def _tightest_usage(state: Snapshot) -> float:
     """Hot share of the pool; of the fullest one where an engine has several."""
     parts = [(rank.hot_blocks, rank.total_blocks) for rank in state.ranks] or [(state.hot_blocks, state.total_blocks)]
@@ -186,7 +192,7 @@ def _tier(snapshot: Snapshot, used: int, limit: int) -> float:
     size, filled = snapshot.host_total_bytes, snapshot.host_used_bytes
     if size is None or filled is None or size <= max(filled, used):
         return 0.0
-    return points_on_curve((size - filled) / max(1, limit - used), TIER_CURVE)
+    return points_on_curve((size - filled) / max(1, limit - used), FIT_CURVE)
 
 
 Term = Callable[[RiskInputs], float | None]

@@ -135,6 +135,8 @@ class Forecast:
     projected_peak_blocks: int | None = None
     """Most hot blocks that present work and arrivals at the present pace will hold within two minutes, by the
     lengths learned from finished requests; None until enough have finished."""
+    exhaustion_chance: float | None = None
+    """0..1, of exhaustion within a minute by the same; None until enough have finished."""
     rank: str | None = None
     """Which rank this is about, where the engine has several: the one that runs out first."""
 

@@ -32,6 +32,7 @@ SNAPSHOT: dict[str, Any] = {
     "block_bytes": 195840,
     "blocks": {"total": 256, "free": 10, "active": 200, "cached": 46, "in_flight": 0, "pinned": 0},
     "largest_free_run": 4,
+    "largest_allocation": 56,
     "slots": {"allocated": 3200, "filled": 3000},
     "requests": {"running": 12, "waiting": 1, "outstanding_blocks": 40},
     "counters": {

@@ -107,6 +107,20 @@ def test_partly_known_blocks_may_leave_room_but_not_exceed() -> None:
     assert len(ledger.violations) == 1
 
 
+@pytest.mark.parametrize(("largest", "kept"), [(7, 7), (8, None)])
+def test_nobody_can_have_more_than_there_is(largest: int, kept: int | None) -> None:
+    ledger = Ledger()
+    values = {
+        "total_blocks": 10,
+        "hot_blocks": 3,
+        "reclaimable_blocks": 5,
+        "free_blocks": 2,
+        "largest_allocation_blocks": largest,
+    }
+    assert build_snapshot(values, sampled_at=0, in_flight=0, ledger=ledger).largest_allocation_blocks == kept
+    assert len(ledger.violations) == (kept is None)
+
+
 @pytest.mark.parametrize(
     ("lesser", "greater"),
     [

@@ -36,7 +36,7 @@ async def test_a_growing_pool_is_foreseen(clock: ManualClock) -> None:
 
 
 async def test_an_eviction_that_makes_room_lowers_the_risk(clock: ManualClock) -> None:
-    adapter = FakeAdapter.simulated(PoolSpec(total=200, hot=160, cached=40), clock)
+    adapter = FakeAdapter.simulated(PoolSpec(total=200, hot=200, peak=0), clock)
     poller, board = agent(adapter, clock)
     await poller.poll_once()
     before = board.report()
@@ -46,7 +46,7 @@ async def test_an_eviction_that_makes_room_lowers_the_risk(clock: ManualClock) -
     after = board.report()
     assert before is not None and before.score is not None
     assert after is not None and after.score is not None
-    assert before.score == pytest.approx(88.0)
+    assert before.score == pytest.approx(100.0)
     assert after.score <= 60
 
 

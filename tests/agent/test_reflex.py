@@ -81,7 +81,7 @@ async def test_an_operator_that_acts_holds_the_reflex_back(clock: ManualClock) -
 
 
 async def test_the_whole_agent_acts_and_says_so(clock: ManualClock) -> None:
-    adapter = FakeAdapter.simulated(PoolSpec(total=200, hot=170, cached=30), clock)
+    adapter = FakeAdapter.simulated(PoolSpec(total=200, hot=200, peak=0), clock)
     config = AgentConfig(
         engine="fake", engine_url="-", metrics_host="127.0.0.1", metrics_port=0, watch_devices=False,
         reflex_seconds=10.0, poll_seconds=60.0,
@@ -99,7 +99,7 @@ async def test_the_whole_agent_acts_and_says_so(clock: ManualClock) -> None:
 
 
 async def test_off_by_default(clock: ManualClock) -> None:
-    adapter = FakeAdapter.simulated(PoolSpec(total=200, hot=170, cached=30), clock)
+    adapter = FakeAdapter.simulated(PoolSpec(total=200, hot=200, peak=0), clock)
     config = AgentConfig(
         engine="fake", engine_url="-", metrics_host="127.0.0.1", metrics_port=0, watch_devices=False, poll_seconds=60.0
     )

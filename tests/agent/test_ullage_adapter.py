@@ -26,6 +26,7 @@ async def test_reads_every_value(adapter: EngineAdapter, engine: Any, clock: Man
     assert state.sampled_at == clock.wall()
     assert (state.total_blocks, state.hot_blocks, state.reclaimable_blocks) == (256, 200, 46)
     assert (state.free_blocks, state.largest_free_run_blocks, state.outstanding_blocks) == (10, 4, 40)
+    assert state.largest_allocation_blocks == 56
     assert (state.filled_slots, state.preemptions_total, state.prefix_hit_tokens_total) == (3000, 1, 450)
     assert (state.step, state.step_age_s, state.draining) == (900, 0.02, False)
     unsaid = {"host_total_bytes", "host_used_bytes", "admission_max_prompt_tokens", "admission_expires_in_s"}

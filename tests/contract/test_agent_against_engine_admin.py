@@ -14,6 +14,8 @@ from ullage_agent.wire import ActionRequest
 from ullage_engine.config import ServerConfig, TcpAddress, UnixAddress
 from ullage_engine.fake_core import FakeCore
 from ullage_engine.fake_engine import FakeEngine, running, tiny_tokenizer
+from ullage_engine.pool import BlockPool
+from ullage_engine.prefix import PrefixIndex
 
 
 @pytest.fixture
@@ -38,6 +40,21 @@ async def test_the_engine_keeps_the_metric_contract(adapter: UllageAdapter) -> N
     assert reading.snapshot.total_blocks is not None
     assert reading.identity.type == "ullage"
     assert reading.identity.model == "fake"
+
+
+async def test_the_largest_allocation_is_all_that_is_free_or_cached(adapter: UllageAdapter, core: FakeCore) -> None:
+    core.pool.cached = 100
+    state = (await adapter.read()).snapshot
+    assert state.free_blocks is not None and state.reclaimable_blocks == 100
+    assert state.largest_allocation_blocks == state.free_blocks + 100
+
+
+def test_scattered_blocks_are_had_in_one_allocation() -> None:
+    """What the engine states as its largest allocation, it can do."""
+    pool = BlockPool(8, 4, PrefixIndex("salt", 4))
+    pool.release(pool.allocate(8)[::2])
+    assert pool.largest_free_run() == 1
+    assert len(pool.allocate(pool.available)) == 4
 
 
 async def test_sequence_never_goes_back(adapter: UllageAdapter) -> None:

@@ -106,6 +106,7 @@ def build_snapshot(
     """
     checked: dict[str, Any] = dict(values)
     _check_sum(checked, in_flight, ledger)
+    _check_allocation(checked, ledger)
     for lesser, greater in _ORDERED:
         _check_order(checked, lesser, greater, ledger)
     age = checked.get("step_age_s")
@@ -133,8 +134,20 @@ def _check_sum(values: dict[str, Any], in_flight: int | None, ledger: Ledger) ->
     if total is None or known == total or (known < total and not complete):
         return
     ledger.report("blocks", "out_of_range", f"hot, reclaimable, free, in flight make {known}, the total is {total}")
-    for name in (*_CATEGORIES, "largest_free_run_blocks"):
+    for name in (*_CATEGORIES, "largest_free_run_blocks", "largest_allocation_blocks"):
         values[name] = None
+
+
+def _check_allocation(values: dict[str, Any], ledger: Ledger) -> None:
+    """Nobody can have more than there is to be had."""
+    largest, free = values.get("largest_allocation_blocks"), values.get("free_blocks")
+    cached = values.get("reclaimable_blocks")
+    if largest is None or free is None or cached is None or largest <= free + cached:
+        return
+    ledger.report(
+        "largest_allocation_blocks", "out_of_range", f"{largest} exceeds free + reclaimable = {free + cached}"
+    )
+    values["largest_allocation_blocks"] = None
 
 
 def _check_order(values: dict[str, Any], lesser: str, greater: str, ledger: Ledger) -> None:

@@ -27,7 +27,7 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     protected: int = 0
     """Hot blocks that no eviction takes."""
     free_runs: int = 1
-    """Runs that the free blocks lie in, until compaction makes them one."""
+    """Runs that the free blocks lie in, until compaction makes them one; an allocation can have one run alone."""
     block_tokens: int = 16
     block_bytes: int = 195_840
 
@@ -75,6 +75,7 @@ class SimulatedPool:
             reclaimable_blocks=self.cached,
             free_blocks=self.free,
             largest_free_run_blocks=math.ceil(self.free / self._free_runs),
+            largest_allocation_blocks=math.ceil((self.free + self.cached) / self._free_runs),
             allocated_slots=slots,
             filled_slots=slots,
             allocator_reserved_bytes=self.spec.total * self.spec.block_bytes,
