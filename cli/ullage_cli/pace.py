@@ -50,13 +50,14 @@ class LoadPlan:
     """Least and greatest answer length of long chats; the machine's speed decides between them."""
     seconds_per_answer: float = 6.0
     """Seconds of the machine's whole speed that one long answer may cost."""
-    overcommit: float = 0.09
-    """Greatest shortfall that may be projected, as a share of the pool: clearly less than one eviction brings."""
+    overcommit: float = 0.16
+    """Greatest shortfall that may be projected, as a share of the pool. Less than one eviction brings, and enough that
+    answers which end early do not make it vanish before it is felt."""
     max_in_flight: int = 32
-    ramp_s: float = 75.0
+    ramp_s: float = 90.0
     hold_s: float = 25.0
     """How long the load stays up to see a remediation through."""
-    total_s: float = 170.0
+    total_s: float = 190.0
     """The load is given up after this."""
     max_failed: int = 3
     """Nor does it go on after so many failed requests: something is broken, and more of it says nothing new."""

@@ -254,7 +254,8 @@ async def test_a_load_that_cannot_reach_the_risk_gives_up_and_stays_within_the_p
     finish.cancel()
     assert load.gave_up == "risk stayed below 85 for 5 s"
     assert load.tally.failed == 0
-    assert pool.total < pool.most_used <= 1.09 * pool.total  # it did press, and no harder than it may
+    # it did press, and no harder than it may
+    assert 0 < pool.most_used - pool.total <= LoadPlan().overcommit * pool.total
 
 
 async def test_the_time_cap_counts_what_it_cuts_off() -> None:
