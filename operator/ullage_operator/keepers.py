@@ -96,12 +96,16 @@ class Keepers:
         looked = float("-inf")
         while True:
             await asyncio.sleep(every_s)
-            await self._look_at_features()
-            scopes: Sequence[str | None] = namespaces or [None]
-            for namespace in scopes:
-                await self._list_services(namespace)
-            if time.monotonic() - looked >= resync_s:
-                looked = time.monotonic() if await self._resync(namespaces) else looked
+            try:
+                await self._look_at_features()
+                scopes: Sequence[str | None] = namespaces or [None]
+                for namespace in scopes:
+                    await self._list_services(namespace)
+                if time.monotonic() - looked >= resync_s:
+                    looked = time.monotonic() if await self._resync(namespaces) else looked
+            except Exception:  # one broken round must not end the patrol
+                self._office.metrics.errors.labels(kind="unexpected").inc()
+                log.exception("unexpected failure of the patrol; trying again")
 
     async def _list_services(self, namespace: str | None) -> None:
         try:

@@ -44,8 +44,8 @@ USAGE_STATUS = 2
 LOST_STATUS = 1
 WATCH_STOP_S = 5.0
 """Seconds for the watches to end; nothing acts any more by then."""
-TLS_BUFFER_BYTES = 8 * 1024
-"""Read buffer of one TLS connection: more than a report's size, in place of asyncio's 256 KiB for each of thousands."""
+TLS_BUFFER_BYTES = 4 * 1024
+"""Read buffer of one TLS connection: about a report's size, in place of asyncio's 256 KiB for each of thousands."""
 
 COLLECTOR = (20_000, 20, 50)
 """Thresholds of the garbage collector. Hundreds of readings in flight exceed its default of 700 objects all the time,

@@ -63,9 +63,12 @@ async def test_a_service_is_kept_once(cluster: Any, keepers: Keepers, build: Any
     assert cluster.written.count("Deployment") == 1
 
 
-async def test_a_patrol_finds_what_no_event_told_of(cluster: Any, keepers: Keepers, build: Any) -> None:
+@pytest.mark.parametrize("failure", [ClusterError("HTTP 500", status=500), RuntimeError("a bug")])
+async def test_a_patrol_finds_what_no_event_told_of(
+    cluster: Any, keepers: Keepers, build: Any, failure: Exception
+) -> None:
     cluster.objects["InferenceService", "web"] = stored(build)
-    cluster.failures.append(ClusterError("HTTP 500", status=500))
+    cluster.failures.append(failure)
     patrol = asyncio.create_task(keepers.patrol(["prod"], every_s=0.01))
     await cluster.until(lambda: applied(cluster))
     patrol.cancel()
