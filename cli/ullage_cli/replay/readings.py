@@ -235,6 +235,7 @@ class _AgentSeries:
                 reclaimable_blocks=blocks["reclaimable"],
                 free_blocks=free,
                 largest_free_run_blocks=run,
+                largest_allocation_blocks=_available(free, blocks["reclaimable"]) if run is not None else None,
                 running=self._count("llm_requests_running", at),
                 waiting=self._count("llm_requests_waiting", at),
                 outstanding_blocks=self._count("llm_kv_demand_blocks", at),
@@ -300,3 +301,8 @@ def first_preemption(recording: Recording) -> float | None:
                 return moment.at
             last = now
     return None
+
+
+def _available(free: int | None, reclaimable: int | None) -> int | None:
+    """What an engine that tells runs can have in one allocation: through block tables, all that is available."""
+    return None if free is None or reclaimable is None else free + reclaimable
