@@ -50,7 +50,7 @@ class LoadPlan:
     """Least and greatest answer length of long chats; the machine's speed decides between them."""
     seconds_per_answer: float = 6.0
     """Seconds of the machine's whole speed that one long answer may cost."""
-    overcommit: float = 0.16
+    overcommit: float = 0.2
     """Greatest shortfall that may be projected, as a share of the pool. Less than one eviction brings, and enough that
     answers which end early do not make it vanish before it is felt."""
     max_in_flight: int = 32

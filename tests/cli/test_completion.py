@@ -67,6 +67,20 @@ def test_scripts_are_printed_and_parse(shell: str, capsys: pytest.CaptureFixture
         assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.skipif(not shutil.which("fish"), reason="fish is not installed")
+def test_fish_completes() -> None:
+    offered = program("fish", "-c", 'ullage completion fish | source; complete -C "ullage plan --gpu H100-P"').stdout
+    assert offered.split() == ["H100-PCIe"]
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="zsh is not installed")
+def test_zsh_knows_the_completion(tmp_path: Path) -> None:
+    text = (
+        f"autoload -U compinit; compinit -u -d {tmp_path}/dump; source <(ullage completion zsh); print $_comps[ullage]"
+    )
+    assert program("zsh", "-f", "-c", text).stdout.strip() == "_ullage_completion"
+
+
 def test_other_shells_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", "csh"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
