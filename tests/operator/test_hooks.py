@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -78,6 +79,16 @@ async def test_a_restart_of_the_agent_alone_drains_nothing(start_agent: Any, run
     assert not any(run.iterdir())  # noqa: ASYNC240
     await agent.polled()
     assert agent.agent.board.report().snapshot.draining is not True
+
+
+async def test_a_note_that_a_killed_hook_left_behind_drains_nothing(
+    start_agent: Any, run: Path, tmp_path: Path
+) -> None:
+    agent = await start_agent(PoolSpec())
+    (run / "leaving").touch()
+    os.utime(run / "leaving", (1, 1))
+    assert await ended(await drain(agent, run, tmp_path)) == 0
+    assert not (run / "draining").exists()
 
 
 async def test_an_agent_that_is_gone_holds_nobody_up(start_agent: Any, run: Path, tmp_path: Path) -> None:
