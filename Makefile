@@ -42,9 +42,9 @@ manifests: $(VENV)/.dev ## Generate the CRDs from the operator's model
 monitoring: $(VENV)/.dev ## Render alert rules and dashboards; RUNBOOKS=URL says where you publish docs/runbooks
 	PYTHONPATH=manifests/monitoring $(BIN)/python -m mixin --write manifests/monitoring --runbooks $(RUNBOOKS)
 
-monitoring-e2e: $(VENV)/.dev ## Real Prometheus and Alertmanager: an alert fires, the operator remedies, it resolves (about 2 minutes)
+monitoring-e2e: $(VENV)/.dev ## Real Prometheus and Alertmanager: an alert fires, the operator remedies, it resolves; PICTURES=DIR draws the dashboards
 	@result=$$(mktemp); trap 'rm -f "$$result"' EXIT; \
-	  ULLAGE_MONITORING_RESULT="$$result" $(BIN)/python -m pytest --quiet tests/monitoring/test_stack.py; \
+	  ULLAGE_MONITORING_RESULT="$$result" ULLAGE_MONITORING_PICTURES="$(PICTURES)" $(BIN)/python -m pytest --quiet tests/monitoring/test_stack.py; \
 	  [ -s "$$result" ] || { echo "error: nothing was tried; the line above says what is missing" >&2; exit 1; }; \
 	  cat "$$result"
 

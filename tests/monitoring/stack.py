@@ -125,9 +125,10 @@ class Prometheus(_Server):
         """Series of an expression now."""
         return list(self.get("query", query=expr)["result"])
 
-    def over_time(self, expr: str, *, step_s: float = 1.0) -> list[dict[str, Any]]:
+    def over_time(self, expr: str, *, until: float | None = None) -> list[dict[str, Any]]:
         """Series of an expression since this Prometheus began, each with its samples."""
-        window = {"start": f"{self.began:.0f}", "end": f"{time.time() + 1:.0f}", "step": f"{step_s:g}"}
+        end = time.time() + 1 if until is None else until
+        window = {"start": f"{self.began:.0f}", "end": f"{end:.0f}", "step": "1"}
         return list(self.get("query_range", query=expr, **window)["result"])
 
     def firing(self, alert: str) -> list[dict[str, str]]:

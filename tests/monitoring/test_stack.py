@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import boards
+import picture
 import pytest
 import yaml
 from cluster import Kubectl, eventually
@@ -64,7 +65,23 @@ SERVICE: dict[str, Any] = {
     },
 }
 CGROUP = {"memory.current": "2000000000", "memory.max": "8000000000", "memory.stat": "inactive_file 100000\n"}
-"""A control group's files for the agent beside a simulated engine: its memory is watched, too."""
+"""A control group's files for the agent beside a scripted engine: its memory is watched, too."""
+IDLE: dict[str, Any] = {
+    "block_tokens": 16,
+    "block_bytes": 195_840,
+    "total_blocks": 256,
+    "hot_blocks": 0,
+    "reclaimable_blocks": 100,
+    "free_blocks": 156,
+    "largest_free_run_blocks": 120,
+    "running": 0,
+    "waiting": 0,
+    "outstanding_blocks": 0,
+    "admitted_total": 12,
+    "finished_total": 12,
+    "generated_tokens_total": 900,
+}
+"""What a scripted engine says that has nothing to do."""
 
 
 class Load:
@@ -197,13 +214,13 @@ class Stack:
 
 
 def simulated(folder: Path) -> Program:
-    """An agent as it runs without Kubernetes, beside a simulated engine at ease."""
+    """An agent as it runs without Kubernetes, beside a scripted engine."""
     group = folder / "cgroup"
     group.mkdir()
     for name, text in CGROUP.items():
         (group / name).write_text(text)
     scenario = folder / "scenario.json"
-    scenario.write_text(json.dumps({"pool": {"total": 256, "hot": 90, "cached": 100, "peak": 90}}))
+    scenario.write_text(json.dumps({"steps": [{"snapshot": IDLE}]}))
     options = ["--engine=fake", f"--engine-url={scenario}", "--metrics-host=127.0.0.1", "--metrics-port=0"]
     return Program("ullage_agent.main", [*options, f"--cgroup={group}", "--no-devices"], folder / "agent.log")
 
@@ -237,6 +254,7 @@ def test_an_alert_is_raised_answered_and_resolved(stack: Stack) -> None:
     assert record["spec"]["pod"] == pod["metadata"]["name"]
     assert record["status"]["bytesFreed"] > 0
     assert stack.told("ignored") == 0
+    draw(prometheus)
     report(
         alert_fired=bool(labels),
         remediated=record["status"]["phase"] == "Succeeded",
@@ -265,6 +283,15 @@ def patient(look: Callable[[], bool]) -> None:
     """Wait for what is judged later, with all its particulars."""
     with contextlib.suppress(AssertionError):
         eventually("data", look, within_s=30)
+
+
+def draw(prometheus: Prometheus) -> None:
+    """Leave pictures of the dashboards where they are asked for."""
+    folder = os.environ.get("ULLAGE_MONITORING_PICTURES")
+    for board in boards.BOARDS if folder else []:
+        (Path(str(folder)) / f"dashboard-{board.stem.removeprefix('ullage-')}.svg").write_text(
+            picture.draw(prometheus, board)
+        )
 
 
 def report(**result: bool | int) -> None:
