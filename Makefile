@@ -30,6 +30,7 @@ lint: $(VENV)/.dev ## ruff, mypy strict, import contracts, yamllint, generated f
 	$(BIN)/lint-imports
 	$(BIN)/yamllint --strict .
 	$(BIN)/python -m ullage_operator.crd --check manifests/crd
+	$(BIN)/python docs/generate --check
 	PYTHONPATH=manifests/monitoring $(BIN)/python -m mixin --check manifests/monitoring --runbooks $(RUNBOOKS)
 
 format: $(VENV)/.dev ## Format the code
