@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from ullage_cli.doctor import checks_install as install
+from ullage_cli.doctor import checks_network as network
 from ullage_cli.doctor import checks_service as per_service
 from ullage_cli.doctor import report
 from ullage_cli.doctor.checks import examine
@@ -320,18 +321,18 @@ Check = Callable[[Facts, ServiceFacts], Any]
             "Unschedulable: no GPU",
         ),
         (
-            per_service.check_network,
+            network.check_network,
             lambda s: s.policies[0]["spec"]["ingress"].pop(),
             "error",
             "web: nobody who must come in for actions may reach port 9401",
         ),
         (
-            per_service.check_network,
+            network.check_network,
             lambda s: s.policies[0]["spec"]["ingress"][2]["from"][0]["podSelector"]["matchLabels"].update(a="b"),
             "error",
             "for actions",
         ),
-        (per_service.check_network, lambda s: s.policies.clear(), "warning", "NetworkPolicy is missing"),
+        (network.check_network, lambda s: s.policies.clear(), "warning", "NetworkPolicy is missing"),
         (per_service.check_credentials, lambda s: s.secret["data"].pop("token"), "error", "no token"),
         (
             per_service.check_credentials,
@@ -406,9 +407,11 @@ def test_remediations_that_wait_or_bring_nothing(facts: Facts) -> None:
 def test_a_port_range_lets_in_what_lies_within(facts: Facts) -> None:
     service = deepcopy(facts.services[0])
     service.policies[0]["spec"]["ingress"] = [{"ports": [{"port": 8000, "endPort": 9500}]}]
-    assert levels(list(per_service.check_network(facts, service))) == {"ok"}
+    assert levels(list(network.check_network(facts, service))) == {"ok"}
+    service.policies[0]["spec"]["ingress"] = [{"ports": [{"port": name} for name in ("http", "metrics", "actions")]}]
+    assert levels(list(network.check_network(facts, service))) == {"ok"}
     service.policies[0]["spec"]["ingress"] = [{"ports": [{"port": 8000, "endPort": 9400}]}]
-    assert levels(list(per_service.check_network(facts, service))) == {"error"}
+    assert levels(list(network.check_network(facts, service))) == {"error"}
 
 
 def test_the_report_marks_levels_by_signs_and_ends_with_a_summary() -> None:

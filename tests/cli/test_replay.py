@@ -21,10 +21,11 @@ from ullage_agent.record import Recorder
 from ullage_agent.wire import ActionResult, EngineIdentity, Snapshot
 from ullage_cli.commands import run
 from ullage_cli.errors import InputError
+from ullage_cli.replay.data import first_preemption
 from ullage_cli.replay.effects import Effects
 from ullage_cli.replay.lane import Lane, outcome
 from ullage_cli.replay.policies import policy, polled
-from ullage_cli.replay.readings import first_preemption, read_file
+from ullage_cli.replay.readings import read_file
 from ullage_operator.model import Remediation
 
 TRACE = Path(__file__).parents[1] / "agent" / "traces" / "vllm-0.32-pressure.prom.xz"

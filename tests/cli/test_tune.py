@@ -19,7 +19,7 @@ from ullage_agent.histogram import Histogram
 from ullage_agent.wire import EngineIdentity, Snapshot
 from ullage_cli.commands import run
 from ullage_cli.errors import BrokenLoop, InputError
-from ullage_cli.replay.readings import Moment, Recording
+from ullage_cli.replay.data import Moment, Recording
 from ullage_cli.tune import advice, measure
 from ullage_cli.tune.lengths import Mix, SizeCost, advised, cost, from_means, from_recording, points
 from ullage_cli.tune.measure import Candidate, Measured, groups

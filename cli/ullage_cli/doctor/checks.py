@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from . import checks_install as install
+from . import checks_network as network
 from . import checks_service as service
 from .facts import Facts, ServiceFacts
 from .findings import Finding, info
@@ -21,7 +22,7 @@ SERVICE_CHECKS: tuple[Callable[[Facts, ServiceFacts], Iterator[Finding]], ...] =
     service.check_status,
     service.check_pods,
     service.check_labels,
-    service.check_network,
+    network.check_network,
     service.check_credentials,
     service.check_agents,
     service.check_action_ports,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ullage_operator.certificates import server_name
 from ullage_operator.fleet import TRAFFIC_LABEL, TRAFFIC_OFF
@@ -98,39 +97,6 @@ def check_pods(facts: Facts, service: ServiceFacts) -> Iterator[Finding]:
         if problem := pod_problem(pod):
             name = pod["metadata"]["name"]
             yield error(f"pod {service.namespace}/{name}", problem, f"kubectl describe pod {name}")
-
-
-def check_network(facts: Facts, service: ServiceFacts) -> Iterator[Finding]:
-    """Do NetworkPolicies let in who must come in?"""
-    subject, spec = f"network of {service.namespace}/{service.name}", service.obj.get("spec") or {}
-    if reason := service.unread.get("NetworkPolicies"):
-        yield unknown(subject, reason, "run this as somebody who may list NetworkPolicies")
-        return
-    own = next((p for p in service.policies if p["metadata"]["name"] == service.name), None)
-    wanted = (spec.get("network") or {}).get("policy", True)
-    if wanted and own is None and service.service is not None:
-        yield warning(subject, "the NetworkPolicy is missing", "see Progressing in the status")
-    selecting = [p for p in service.policies if _selects_pods(p, service) and _about_ingress(p)]
-    if not selecting:
-        if not wanted:
-            yield info(subject, "no NetworkPolicy: everybody may reach the action port, token and TLS alone guard it")
-        return
-    agent = spec.get("agent") or {}
-    ports = {
-        "actions": (int(agent.get("actionPort", 9401)), _operator_labels(facts)),
-        "metrics": (int(agent.get("metricsPort", 9400)), None),
-        "requests": (int((spec.get("engine") or {}).get("port", 8000)), None),
-    }
-    closed = [use for use, (port, labels) in ports.items() if not any(_lets_in(p, port, labels) for p in selecting)]
-    for use in closed:
-        names = ", ".join(p["metadata"]["name"] for p in selecting)
-        yield error(
-            subject,
-            f"{names}: nobody who must come in for {use} may reach port {ports[use][0]}",
-            "delete the policy that was added, or allow that port; the operator restores its own",
-        )
-    if not closed:
-        yield ok(subject, "requests, metrics and the operator's calls are let in")
 
 
 def check_credentials(facts: Facts, service: ServiceFacts) -> Iterator[Finding]:
@@ -238,13 +204,6 @@ def check_monitoring(facts: Facts, service: ServiceFacts) -> Iterator[Finding]:
         )
 
 
-def _operator_labels(facts: Facts) -> Mapping[str, str]:
-    labels: dict[str, str] = {"app.kubernetes.io/name": "ullage-operator"}
-    for operator in facts.operators:
-        labels = dict(operator.deployment["spec"]["template"]["metadata"].get("labels") or {})
-    return labels
-
-
 def _labels(obj: Object) -> dict[str, str]:
     return dict(obj["metadata"].get("labels") or {})
 
@@ -255,55 +214,3 @@ def _matches(selector: Mapping[str, str], pod: Object) -> bool:
 
 def _words(selector: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in selector.items()) or "nothing"
-
-
-def _about_ingress(policy: Object) -> bool:
-    return "Ingress" in (policy["spec"].get("policyTypes") or ["Ingress"])
-
-
-def _selects_pods(policy: Object, service: ServiceFacts) -> bool:
-    selector = policy["spec"].get("podSelector") or {}
-    pods = service.pods or [{"metadata": {"labels": {SERVICE_LABEL: service.name}}}]
-    return any(_selected(selector, _labels(pod)) for pod in pods)
-
-
-def _lets_in(policy: Object, port: int, labels: Mapping[str, str] | None) -> bool:
-    """Whether some rule opens a port for pods with these labels (None: for anybody at all)."""
-    for rule in policy["spec"].get("ingress") or []:
-        ports = rule.get("ports")
-        if ports and not any(_covers_port(entry, port) for entry in ports):
-            continue
-        peers = rule.get("from")
-        if not peers or labels is None or any(_peer(peer, labels) for peer in peers):
-            return True
-    return False
-
-
-def _covers_port(entry: Mapping[str, Any], port: int) -> bool:
-    low = entry.get("port")
-    if low is None:
-        return True
-    return isinstance(low, int) and low <= port <= int(entry.get("endPort", low))
-
-
-def _peer(peer: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    if "podSelector" in peer:
-        return _selected(peer["podSelector"], labels)
-    return "namespaceSelector" in peer
-
-
-def _selected(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    for key, value in (selector.get("matchLabels") or {}).items():
-        if labels.get(key) != value:
-            return False
-    for expression in selector.get("matchExpressions") or []:
-        there, values = labels.get(expression["key"]), expression.get("values") or []
-        holds = {
-            "In": there in values,
-            "NotIn": there not in values,
-            "Exists": there is not None,
-            "DoesNotExist": there is None,
-        }[expression["operator"]]
-        if not holds:
-            return False
-    return True

@@ -14,8 +14,8 @@ from ullage_operator.observation import AgentTarget, Observation
 from ullage_operator.policy import Decision, Inputs, Watch, decide, watch
 from ullage_operator.remediation import answered, sent
 
+from .data import Moment, Recording
 from .effects import Effects
-from .readings import Moment, Recording
 
 CAPABILITIES: dict[str, tuple[Action, ...]] = {
     "ullage": ("evict", "throttle", "release"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..svg import Chart, Curve, Mark, Panel, draw
+from .data import Recording, first_preemption
 from .lane import Lane
-from .readings import Recording, first_preemption
 
 MARKS = 24
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from .. import words
 from ..tables import columns
+from .data import Recording, first_preemption
 from .lane import Happening, Lane, Outcome, outcome
-from .readings import Recording, first_preemption
 
 SHOWN = 12
 """Happenings of each policy that are printed."""

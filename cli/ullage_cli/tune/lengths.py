@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ullage_agent.histogram import Histogram
 
 from ..errors import InputError
-from ..replay.readings import Recording
+from ..replay.data import Recording
 
 SIZES = (8, 16, 32)
 MIN_FINISHED = 20
