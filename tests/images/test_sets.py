@@ -7,6 +7,8 @@ for the tests is used for it, and its requirements are resolved without being in
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 from cluster import eventually
 from controlplane import ControlPlane, free_port
-from dockerfile import ROOT, image
+from dockerfile import ROOT, image, stages
 from processes import http_get
 from rootfs import USER, RootFs, obstacle
 
@@ -170,15 +172,42 @@ def test_the_engine_s_requirements_resolve() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def compiled(folder: Path) -> Path:
+    """The CPU's kernels, by the command of the image's builder."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here, which the image's builder has")
+    (run,) = [run for run in stages("engine")[-2].all("RUN") if "cpu_build" in run]
+    (target,) = re.findall(r"-m ullage_engine\.kernels\.cpu_build (\S+) --march", run)
+    (march,) = re.findall(r"MARCH=(\S+)", " ".join(stages("engine")[-2].all("ARG")))
+    made = folder / Path(target).name
+    command = [sys.executable, "-m", "ullage_engine.kernels.cpu_build", str(made), "--march", march]
+    subprocess.run(command, check=True, timeout=INSTALL_S)
+    return made
+
+
+def test_triton_s_driver_module_is_made_without_a_driver(tmp_path: Path) -> None:
+    """In a place of the cache that depends on Triton's source alone, so the image's first kernel finds it."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc here, which the image's builder has")
+    command = [sys.executable, str(ROOT / "images" / "triton_seed.py"), str(tmp_path)]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    (module,) = map(Path, done.stdout.split())
+    assert module.read_bytes()[:4] == b"\x7fELF"
+    assert module.parent.parent == tmp_path
+
+
 @pytest.mark.model
 def test_the_engine_answers(tmp_path: Path, model_folder: Path) -> None:
     """With the packages that are installed here for the tests, torch among them."""
     model = tmp_path / "model"
     shutil.copytree(model_folder, model)
     (model / "model.safetensors").chmod(0o644)  # a cache is its owner's; a volume of models is everybody's
-    rootfs = RootFs(tmp_path / "fs", [Path(sys.prefix), ROOT, model])
+    kernels = compiled(tmp_path)
+    rootfs = RootFs(tmp_path / "fs", [Path(sys.prefix), ROOT, model, kernels])
     given = {**environment("engine", Path(sys.prefix)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    del given["ULLAGE_CPU_KERNELS"]  # made in the image's builder; here the engine goes without
+    given["ULLAGE_CPU_KERNELS"] = str(kernels)
     port = free_port()
     command = [*image("engine").command("ENTRYPOINT"), f"--model={model}", "--served-name=smol", "--threads=1"]
     command += ["--host=127.0.0.1", f"--port={port}", "--kv-memory=8MiB", "--max-model-len=256"]
