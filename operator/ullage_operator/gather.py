@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl as ssl_module
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +21,8 @@ ANSWER_MARGIN_S = 3.0
 """Added to an action's own bound before its answer counts as lost."""
 CONCURRENCY = 64
 """Agents read at once by one `gather`, where the caller brings no limiter of its own."""
+SILENT_CONCURRENCY = 256
+"""Agents that did not answer the last time and are tried at once: each may hold its place for the whole timeout."""
 MAX_ANSWER_BYTES = 1024 * 1024
 """Longest answer that is read: a misbehaving peer must not fill our memory."""
 
@@ -119,15 +121,19 @@ async def gather(
     *,
     clock: Callable[[], float],
     limiter: asyncio.Semaphore | None = None,
+    silent: Container[str] = (),
+    silent_limiter: asyncio.Semaphore | None = None,
 ) -> tuple[Observation, ...]:
     """Read all targets at once, at most as many as `limiter` lets through, each bounded in time.
 
-    One observation a target, in their order; a failing agent is an observation with an error, no exception.
+    One observation a target, in their order; a failing agent is an observation with an error, no exception. Those
+    whose UID is in `silent` did not answer the last time: they wait for `silent_limiter` instead, so that many dead
+    agents do not hold up the readings of all others.
     """
     gate = limiter or asyncio.Semaphore(CONCURRENCY)
 
     async def observe(target: AgentTarget) -> Observation:
-        async with gate:
+        async with (silent_limiter or gate) if target.uid in silent else gate:
             try:
                 report = await agents.risk(target)
             except AgentError as error:

@@ -204,6 +204,7 @@ class Keeper:
             records=ClusterRecords(service, cluster=office.cluster, book=office.records, listed=office.stock.looked),
             clock=office.clock,
             limiter=office.limiter,
+            silent_limiter=office.silent_limiter,
             scaler=ClusterScaler(self._key, office.cluster),
             budget=office.budget,
             watched=self._sweeper.watch if self._sweeper else None,

@@ -73,7 +73,7 @@ async def _operate(arguments: argparse.Namespace) -> int:
         await require_crds(cluster)
         office = Office(
             cluster=cluster,
-            session=await stack.enter_async_context(aiohttp.ClientSession(trust_env=False)),
+            session=await stack.enter_async_context(_session()),
             features=await discover(cluster),
             images=Images(engine=arguments.engine_image, agent=arguments.agent_image),
             metrics=metrics,
@@ -232,6 +232,11 @@ class Run:
             with suppress(asyncio.CancelledError):
                 await each
         return came
+
+
+def _session() -> aiohttp.ClientSession:
+    """To call agents with. How many are called at once, the office bounds."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
 
 
 def _prepare_environment(arguments: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from ullage_operator.alerts import AlertBoard
 from ullage_operator.book import Book
 from ullage_operator.budget import Budget
 from ullage_operator.desired import Features, Images
+from ullage_operator.gather import SILENT_CONCURRENCY
 from ullage_operator.kube import Cluster
 from ullage_operator.metrics import Metrics
 from ullage_operator.model import Remediation
@@ -36,6 +37,9 @@ class Office:
     metrics: Metrics
     clock: Callable[[], float]
     limiter: asyncio.Semaphore
+    """Bounds how many agents are read at once."""
+    silent_limiter: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SILENT_CONCURRENCY))
+    """The same for agents that did not answer the last time."""
     pace: Pace
     reconciling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(RECONCILES))
     """Bounds how many services are reconciled at once: a start with thousands must not choke the API server."""

@@ -62,17 +62,21 @@ class Sweeper:
         records: RecordStore,
         clock: Callable[[], float],
         limiter: asyncio.Semaphore | None = None,
+        silent_limiter: asyncio.Semaphore | None = None,
         scaler: Scaler | None = None,
         budget: Budget | None = None,
         watched: Watch | None = None,
     ) -> None:
-        """`clock` gives Unix seconds; `limiter` bounds how many agents all sweepers read at once; without `scaler`
+        """`clock` gives Unix seconds; `limiter` bounds how many agents all sweepers read at once, `silent_limiter`
+        how many of those that did not answer the last time; without `scaler`
         the number of engines is not changed; `watched` goes on from another sweeper of the same service."""
         self._service = service
         self._agents = agents
         self._records = records
         self._clock = clock
         self._limiter = limiter
+        self._silent_limiter = silent_limiter
+        self._silent: frozenset[str] = frozenset()
         self._scaler = scaler
         self._budget = budget
         self._key = (service.metadata.namespace, service.metadata.name)
@@ -93,7 +97,15 @@ class Sweeper:
         Raises:
             Exception: whatever the record store raises; agents that fail raise nothing.
         """
-        observations = await gather(self._agents, targets, clock=self._clock, limiter=self._limiter)
+        observations = await gather(
+            self._agents,
+            targets,
+            clock=self._clock,
+            limiter=self._limiter,
+            silent=self._silent,
+            silent_limiter=self._silent_limiter,
+        )
+        self._silent = frozenset(o.target.uid for o in observations if o.report is None)
         known = {record.metadata.name: record for record in await self._records.load()}
         pods = fleet() if fleet is not None and self._scaler is not None else None
         decision = self._decide(observations, known, pods, alerts())

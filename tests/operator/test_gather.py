@@ -198,3 +198,29 @@ async def test_an_action_is_refused_or_unknown(
         with pytest.raises(error):
             await client(session, credentials).act(target, "evict", ActionRequest(ratio=0.2), key="k-1")
     assert keys == ["k-1"]
+
+
+async def test_agents_that_were_silent_do_not_hold_up_the_others(build: Any) -> None:
+    """One place for those that answer, held by none that did not the last time."""
+    release = asyncio.Event()
+
+    class Agents:
+        async def risk(self, target: AgentTarget) -> Any:
+            if target.pod == "dead":
+                await release.wait()
+                raise AgentUnreachable("no answer within 2 s")
+            if target.pod == "last":
+                release.set()
+            return build.observation().report
+
+    targets = [build.target(pod) for pod in ("dead", "a", "last")]
+    async with asyncio.timeout(20):
+        found = await gather(
+            Agents(),  # type: ignore[arg-type]
+            targets,
+            clock=lambda: 0.0,
+            limiter=asyncio.Semaphore(1),
+            silent={"uid-dead"},
+            silent_limiter=asyncio.Semaphore(1),
+        )
+    assert [o.report is not None for o in found] == [False, True, True]
