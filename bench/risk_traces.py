@@ -1,6 +1,6 @@
 """How early, how surely and how falsely does the risk score warn? On recorded traces and simulated scenarios.
 
-    python bench/risk_traces.py [--scenarios 200] [--output bench/results]
+    python bench/risk_traces.py [--scenarios 200] [--first 0] [--output bench/results]
 
 An alarm is a score of at least 85. Alarms at most 30 s apart are one episode. An event (memory ran out, after a minute
 without) counts as foreseen when an episode began before it and lasted until at most 60 s before it; its lead is the
@@ -265,6 +265,7 @@ def is_held_out(number: int) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scenarios", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="number of the first scenario: others than were looked at")
     parser.add_argument("--output", type=Path, help="folder for the results and plots")
     arguments = parser.parse_args(argv)
     if arguments.output is not None:
@@ -273,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     traces = judge_traces(arguments.output)
     for detector, figures in traces.items():
         print(f"trace  {detector:22} {figures}")
-    results = judge_scenarios((number, build(number)) for number in range(arguments.scenarios))
+    results = judge_scenarios((number, build(number)) for number in _numbers(arguments.first, arguments.scenarios))
     document = summary(results, traces)
     for detector, parts in results.items():
         for part, one in parts.items():
@@ -285,6 +286,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         (arguments.output / "risk_traces.json").write_text(text + "\n")
     print(json.dumps(document))
     return 0
+
+
+def _numbers(first: int, count: int) -> range:
+    return range(first, first + count)
 
 
 def summary(results: dict[str, dict[str, Tally]], traces: dict[str, dict[str, float | None]]) -> dict[str, object]:

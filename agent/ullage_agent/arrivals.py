@@ -19,8 +19,11 @@ ARRIVALS_S = 30.0
 PIECE_S = 5.0
 """Arrivals are counted in pieces this long to tell a burst."""
 MIN_PIECES = 3
-HELD_UP_S = 4.0
-"""A queue that waits for so long beside room does not wait for memory."""
+HELD_UP_READINGS = 3
+"""A queue that was seen so often beside room did not wait for memory."""
+AT_LIMIT = 0.9
+"""Of the sequences that ran then, what must run now for the limit to be near."""
+ADMISSIONS_S = 10.0
 ROOM = 0.1
 """Share of the pool that is room: more than a prompt takes."""
 
@@ -53,15 +56,16 @@ def steady_arrivals(moments: Moments) -> Pace | None:
 
 
 def admissions_held_up(moments: Moments) -> float | None:
-    """Admissions a second where something other than memory holds the queue up (the engine's limit of sequences, the
-    pace of prefill): for seconds some waited though there was room. None where the queue is empty, or memory may be
-    what it waits for."""
-    recent = [moment for moment in moments if moments[-1].at - moment.at <= HELD_UP_S]
-    if len(recent) < 3 or recent[-1].at - recent[0].at < 0.5 * HELD_UP_S:
+    """Admissions a second of an engine that something other than memory holds up: its limit of sequences, or the pace
+    of prefill. It is known by a queue that was seen beside room at several readings of the last minute, while about as
+    many sequences ran as now; the queue may be gone for a moment. None where memory may be the limit."""
+    last = moments[-1].snapshot
+    if last.running is None or not _room(last):
         return None
-    if not all(_waits_beside_room(moment.snapshot) for moment in recent):
+    crowds = [m.snapshot.running or 0 for m in moments if m.snapshot.waiting and _room(m.snapshot)]
+    if len(crowds) < HELD_UP_READINGS or last.running < AT_LIMIT * max(crowds):
         return None
-    found = service(tuple(recent))
+    found = service(remember(moments[:-1], moments[-1], ADMISSIONS_S))
     return None if found is None else found.admissions_per_s
 
 
@@ -90,9 +94,9 @@ def _pieces(moments: Moments) -> list[float]:
     return sorted(max(0.0, count) for count in pieces.values())
 
 
-def _waits_beside_room(state: Snapshot) -> bool:
+def _room(state: Snapshot) -> bool:
     supply = supply_blocks(state)
-    return bool(state.waiting and state.total_blocks and supply is not None and supply >= ROOM * state.total_blocks)
+    return bool(state.total_blocks and supply is not None and supply >= ROOM * state.total_blocks)
 
 
 def _gain(before: Snapshot, now: Snapshot, name: str) -> int | None:

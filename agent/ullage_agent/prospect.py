@@ -16,7 +16,8 @@ from ullage_agent.wire import Snapshot
 
 HORIZON_S = 120.0
 ASKED_AT_ONCE = 0.5
-"""Of a mean prompt, what room must be left: who comes asks for a whole one, but nobody comes at every moment."""
+"""Of a mean prompt, what room must be left: who comes asks for a whole one, but nobody comes at every moment. Beside a
+queue, somebody asks for a whole one now."""
 
 
 def prospect(state: Snapshot, moments: Moments, lengths: Lengths) -> Prospect | None:
@@ -41,11 +42,12 @@ def prospect(state: Snapshot, moments: Moments, lengths: Lengths) -> Prospect | 
         prompt_tokens=lengths.prompt_mean * (1.0 - (recent.prefix_hit_ratio or 0.0)) + tokens / 2,
         prompt_deviation=lengths.prompt_deviation,
     )
+    asked = 1.0 if load.waiting else ASKED_AT_ONCE
     rate = share * (arrivals.per_s if held_up is None else held_up)
     spread = project(load, lengths, HORIZON_S).spread(rate, share * arrivals.variance)
     return Prospect(
         peak_blocks=max(spread.means) / tokens,
         times=tuple(spread.times),
-        chances=filled_by(spread, total * tokens - ASKED_AT_ONCE * load.prompt_tokens),
+        chances=filled_by(spread, total * tokens - asked * load.prompt_tokens),
         learned=lengths.count >= MIN_FINISHED,
     )

@@ -4,7 +4,7 @@ import pytest
 
 from ullage_agent.adapters.base import Reading
 from ullage_agent.analysis import Analysis
-from ullage_agent.arrivals import HELD_UP_S, admissions_held_up, steady_arrivals
+from ullage_agent.arrivals import HELD_UP_READINGS, admissions_held_up, steady_arrivals
 from ullage_agent.service import Moment, Moments
 from ullage_agent.wire import EngineIdentity, Snapshot
 
@@ -68,7 +68,7 @@ def test_an_engine_that_does_not_count_says_no_pace() -> None:
     ],
 )
 def test_a_queue_beside_room_is_held_up_by_something_else(waiting: int, free: int, expected: float | None) -> None:
-    states = [at_work(s, waiting=waiting, free_blocks=free, hot_blocks=1000 - free) for s in range(int(HELD_UP_S) + 1)]
+    states = [at_work(s, waiting=waiting, free_blocks=free, hot_blocks=1000 - free) for s in range(HELD_UP_READINGS)]
     assert admissions_held_up(moments(*states)) == expected
 
 
