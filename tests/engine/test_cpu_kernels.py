@@ -219,6 +219,69 @@ def test_sums_of_attention_agree_with_float64(cpu_kernels: CpuKernels) -> None:
     assert torch.allclose(out.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("queries", "values"), [(1e4, 1.0), (1.0, 1e-8), (1e-8, 1e6)])
+@pytest.mark.parametrize("shape", [(64, None), (64, 32)])
+def test_large_queries_and_small_values_keep_their_digits(
+    cpu_kernels: CpuKernels, kind: KvType, queries: float, values: float, shape: tuple[int, int | None]
+) -> None:
+    """The factor of e4m3's bits, 2^120, neither overflows with queries nor pushes values below float32's range."""
+    layout = CacheLayout(1, 1, shape[0], 16, kind, shape[1])
+    store = BlockStore(layout, 20, "cpu", None, cpu_kernels)
+    key, value = torch.randn(2, 320, 1, 64, generator=torch.Generator().manual_seed(3))
+    store.write(0, torch.arange(320), key / queries, value * values)
+    batch = make_batch(store, [chunk(319, list(range(20)), 16)], torch.device("cpu"))
+    assert batch.decoding is not None
+    query = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4)) * queries
+    out = torch.empty(1, 1, 64)
+    store.decode(0, batch.decoding, query, out, scaling=0.125, window=None, softcap=None)
+    keys, read = (part.double() for part in store.read(0, batch.decoding.tables, torch.float32))
+    wanted = attend(query.double().unsqueeze(2), keys, read, torch.ones(1, 1, 1, 320, dtype=torch.bool), 0.125, None)
+    assert torch.allclose(out.double() / values, wanted[:, :, 0] / values, rtol=1e-4, atol=1e-6)
+
+
+def test_arguments_that_would_be_read_past_their_end_are_refused(cpu_kernels: CpuKernels) -> None:
+    layout = CacheLayout(1, 2, 32)
+    _, store = stores(layout, 2, cpu_kernels)
+    rows, slots = torch.ones(4, 2, 32), torch.arange(4)
+    with pytest.raises(ValueError, match="slots must be contiguous int64"):
+        store.write(0, slots.int(), rows, rows)
+    with pytest.raises(ValueError, match="slots must be contiguous int64"):
+        store.write(0, torch.arange(8)[::2], rows, rows)
+    with pytest.raises(ValueError, match="values must be"):
+        store.write(0, slots, rows, rows[:3])
+    with pytest.raises(ValueError, match="keys must be"):
+        store.write(0, slots, rows[..., :16], rows)
+    # a model that rotates only part of a head has narrower angles
+    with pytest.raises(ValueError, match="cosine and sine must be"):
+        cpu_kernels.rotate(rows, torch.ones(4, 16), torch.ones(4, 16))
+    with pytest.raises(ValueError, match="heads must lie side by side"):
+        cpu_kernels.rotate(rows.transpose(0, 1), torch.ones(2, 32), torch.ones(2, 32))
+    with pytest.raises(ValueError, match="weight must be"):
+        cpu_kernels.rms_norm(rows[:, 0], torch.ones(32, dtype=torch.bfloat16), 1e-5)
+    with pytest.raises(ValueError, match="residual must be"):
+        cpu_kernels.rms_norm(rows[:, 0], torch.ones(32), 1e-5, rows[:, 1])
+
+
+def test_keys_and_values_of_unlike_types_are_written_as_torch_does(cpu_kernels: CpuKernels) -> None:
+    """As where a model rotates keys in float32 and leaves values in bfloat16."""
+    plain, native = stores(CacheLayout(1, 3, 64), 7, cpu_kernels)
+    keys, values = rows_of(101, plain.layout, torch.float32, seed=9)
+    for store in (plain, native):
+        store.write(0, torch.arange(101), keys, values.bfloat16())
+    assert torch.equal(plain.data, native.data)
+
+
+def test_strided_inputs_of_the_small_operations(cpu_kernels: CpuKernels) -> None:
+    wide = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
+    every_other, left = wide[:, ::2], wide[:, :64]
+    ones = torch.ones(96)
+    assert torch.equal(
+        cpu_kernels.rms_norm(every_other, ones, 1e-5), cpu_kernels.rms_norm(every_other.clone(), ones, 1e-5)
+    )
+    assert torch.equal(cpu_kernels.silu_mul(left), cpu_kernels.silu_mul(left.contiguous()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_the_small_operations_equal_transformers(cpu_kernels: CpuKernels, dtype: torch.dtype, rows: int) -> None:
@@ -270,9 +333,9 @@ def test_sizes_that_are_no_whole_vectors_are_left_to_torch(cpu_kernels: CpuKerne
 def test_a_library_is_made_once_and_named_after_what_it_depends_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
+    made: list[tuple[str, ...]] = []
 
-    def build(target: Path, compiler: str, march: str = "native") -> None:
+    def build(target: Path, compiler: tuple[str, ...], march: str = "native") -> None:
         made.append(compiler)
         target.write_bytes(b"")
 
@@ -307,3 +370,69 @@ def test_a_prebuilt_library_is_taken(cpu_library: Path, tmp_path: Path) -> None:
     found = cpu_build.library(tmp_path, {"ULLAGE_CPU_KERNELS": str(cpu_library), "PATH": ""})
     assert found == cpu_library
     CpuKernels(found)
+
+
+def test_a_compiler_may_come_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CXX="ccache g++"`; a path with spaces is one program."""
+    wrapper = tmp_path / "my ccache"
+    wrapper.write_text('#!/bin/sh\nprintf \'%s\\n\' "$TMPDIR" "$@" >&2\nexit 3\n')
+    wrapper.chmod(0o755)
+    plain = tmp_path / "ccache"
+    plain.write_bytes(wrapper.read_bytes())
+    plain.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert cpu_build.find_compiler({"PATH": path, "CXX": "ccache c++ -m64"}) == (str(plain), "c++", "-m64")
+    assert cpu_build.find_compiler({"PATH": path, "CXX": str(wrapper)}) == (str(wrapper),)
+    with pytest.raises(KernelError, match=r"no C\+\+ compiler \(g\+\+ 'half\)"):
+        cpu_build.find_compiler({"PATH": path, "CXX": "g++ 'half"})
+    ran: list[dict[str, Any]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        ran.append({"command": command, **options})
+        raise OSError("enough")
+
+    monkeypatch.setattr(cpu_build.subprocess, "run", run)
+    with pytest.raises(KernelError, match="enough"):
+        cpu_build.library(tmp_path / "cache", {"PATH": path, "CXX": "ccache c++ -m64"})
+    assert ran[0]["command"][:3] == [str(plain), "c++", "-m64"]
+    # compilers' temporary files go beside the library: /tmp may be read-only
+    assert Path(ran[0]["env"]["TMPDIR"]).parent == tmp_path / "cache"
+
+
+def test_a_cache_that_cannot_be_written_or_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled before is taken from a read-only cache; where nothing was, that is said."""
+
+    class Lock:
+        fault: Exception = PermissionError(30, "Read-only file system")
+
+        def __init__(self, path: str) -> None:
+            raise self.fault
+
+    monkeypatch.setattr(cpu_build, "FileLock", Lock)
+    environment = {"PATH": os.environ["PATH"]}
+    with pytest.raises(KernelError, match="cannot be written: Read-only file system"):
+        cpu_build.library(tmp_path, environment)
+    monkeypatch.setattr(Lock, "fault", NotImplementedError("no locks here"))
+    with pytest.raises(KernelError, match="cannot be written: no locks here"):
+        cpu_build.library(tmp_path, environment)
+    made = tmp_path / f"cpu-{cpu_build._key(cpu_build.find_compiler(environment))}.so"
+    made.write_bytes(b"")
+    assert cpu_build.library(tmp_path, environment) == made
+
+
+def test_a_library_for_another_cpu_or_of_another_version_is_refused(
+    cpu_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instead of ending the process by an illegal instruction, or of reading arguments it does not have."""
+    old = tmp_path / "cpuinfo"
+    old.write_text("processor\t: 0\nflags\t\t: fpu sse sse2\nFeatures\t: fp asimd\n")
+    if cpu_build.cpu_flags() & {"avx", "sve"}:
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_build, "CPU_INFO", old)
+            with pytest.raises(KernelError, match=r"compiled for a CPU with .*(avx2|sve).*, which this one lacks"):
+                CpuKernels(cpu_library)
+            patch.setattr(cpu_build, "CPU_INFO", tmp_path / "none")  # nothing known: nothing held against it
+            CpuKernels(cpu_library)
+    monkeypatch.setattr(cpu_build, "source_hash", lambda: "another")
+    with pytest.raises(KernelError, match="another version of their source"):
+        CpuKernels(cpu_library)

@@ -5,8 +5,8 @@
 // what outlives a call, and nothing throws.
 //
 // Vectors are the compilers' own, as wide as the CPU's where that is AVX-512 and 8 lanes of 32 bits elsewhere (compilers split
-// them), so head sizes, scale groups, hidden and intermediate sizes are multiples of 16: the callers check. Sums are float32. Never build with -ffast-math: codes must equal
-// torch's to the bit, and NaN must stay NaN.
+// them), so head sizes, scale groups, hidden and intermediate sizes are multiples of 16: the callers check. Sums are float32.
+// Never build with -ffast-math: codes must equal torch's to the bit, and NaN must stay NaN.
 
 #include <cmath>
 #include <cstdint>
@@ -101,13 +101,16 @@ template <> struct Values<B16> {
 
 // e4m3's bits put where float32 keeps sign, exponent and mantissa are the same number 2^120 times smaller (biases 7 and
 // 127), subnormals included. NaN codes are lost, but only a NaN scale, which is kept, ever writes them.
-constexpr float E4M3_FACTOR = 0x1p120f;
+//
+// Attention multiplies by HALF = sqrt(FACTOR) twice, before and after its sums: all of it before would overflow with
+// queries above 2^8 / scaling, all of it after would let small values sink into float32's subnormals.
+constexpr float E4M3_FACTOR = 0x1p120f, E4M3_HALF = 0x1p60f;
 
 // Codes to float32, short of FACTOR; and back (`limit` is already applied).
 template <Kind kind> struct Codes;
 template <> struct Codes<FP8> {
   typedef uint8_t element;
-  static constexpr float LIMIT = 448.0f, FACTOR = E4M3_FACTOR;
+  static constexpr float LIMIT = 448.0f, FACTOR = E4M3_FACTOR, HALF = E4M3_HALF;
   static constexpr bool SCALED = true;
   static f32 get(const uint8_t *from) {
     u32 code = widen(load<u8>(from));
@@ -125,7 +128,7 @@ template <> struct Codes<FP8> {
 };
 template <> struct Codes<INT8> {
   typedef int8_t element;
-  static constexpr float LIMIT = 127.0f, FACTOR = 1.0f;
+  static constexpr float LIMIT = 127.0f, FACTOR = 1.0f, HALF = 1.0f;
   static constexpr bool SCALED = true;
   static f32 get(const int8_t *from) { return __builtin_convertvector(widen(load<i8>(from)), f32); }
   static void put(int8_t *to, f32 value) {
@@ -134,11 +137,11 @@ template <> struct Codes<INT8> {
   }
 };
 template <> struct Codes<BF16> : Values<B16> {
-  static constexpr float LIMIT = 0, FACTOR = 1.0f;
+  static constexpr float LIMIT = 0, FACTOR = 1.0f, HALF = 1.0f;
   static constexpr bool SCALED = false;
 };
 template <> struct Codes<FP32> : Values<F32> {
-  static constexpr float LIMIT = 0, FACTOR = 1.0f;
+  static constexpr float LIMIT = 0, FACTOR = 1.0f, HALF = 1.0f;
   static constexpr bool SCALED = false;
 };
 
@@ -265,7 +268,7 @@ inline void cell_logits(const Cells &c, const uint8_t *at, const float *query, i
         f32 key = Codes<kind>::get(codes + r * size + d);
         for (int g = 0; g < G; g++) dot[g] += key * load<f32>(query + g * size + d);
       }
-      float scale = Codes<kind>::SCALED ? scales[r * groups + part] : 1.0f;
+      float scale = Codes<kind>::SCALED ? scales[r * groups + part] * Codes<kind>::HALF : 1.0f;
       for (int g = 0; g < G; g++) total[g] += sum(dot[g]) * scale;
     }
     for (int g = 0; g < G; g++) logits[g * stride + r] = total[g];
@@ -290,7 +293,7 @@ inline void cell_values(const Cells &c, const uint8_t *at, const float *weights,
         if (i >= n) break;
         int d = from + i * LANES;
         f32 value = Codes<kind>::get(codes + r * size + d);
-        float scale = Codes<kind>::SCALED ? scales[groups == 1 ? r : r * groups + d / group] : 1.0f;
+        float scale = Codes<kind>::SCALED ? scales[groups == 1 ? r : r * groups + d / group] * Codes<kind>::HALF : 1.0f;
         for (int g = 0; g < G; g++) sums[g][i] += value * (weights[g * stride + r] * scale);
       }
     for (int g = 0; g < G; g++)
@@ -344,7 +347,7 @@ void decode_heads(const Cells &c, const Reading &in, int64_t n, int64_t h, const
   space.resize(G * (stride + 2 * size));
   float *logits = space.data(), *q = logits + G * stride, *sums = q + G * size;
   for (int i = 0; i < G * size; i += LANES) {
-    store(q + i, get(query, from + i, in.type) * (in.scaling * Codes<kind>::FACTOR));
+    store(q + i, get(query, from + i, in.type) * (in.scaling * Codes<kind>::HALF));
     store(sums + i, f32{});
   }
   const int64_t *table = in.tables + n * in.width, *starts = in.starts + n * in.width;
@@ -361,7 +364,7 @@ void decode_heads(const Cells &c, const Reading &in, int64_t n, int64_t h, const
           for (int g = 0; g < G; g++) logits[g * stride + b * c.block_tokens + r] = -INFINITY;
   }
   float share[G];
-  for (int g = 0; g < G; g++) share[g] = probabilities(logits + g * stride, rows, stride) * Codes<kind>::FACTOR;
+  for (int g = 0; g < G; g++) share[g] = probabilities(logits + g * stride, rows, stride) * Codes<kind>::HALF;
   for (int64_t b = 0; b < blocks; b++) {
     int64_t here = rows - b * c.block_tokens < c.block_tokens ? rows - b * c.block_tokens : c.block_tokens;
     cell_values<kind, D, G>(c, cell(c, table[b], h), logits + b * c.block_tokens, stride, here, sums);
@@ -479,6 +482,62 @@ void rotate(void *x, int64_t x_row, const void *cosine, const void *sine, int64_
   }
 
 extern "C" {
+
+// What this library was made from, and the instructions it was compiled for as /proc/cpuinfo names them: `cpu` asks both
+// before it calls anything else, as a library that was made beforehand may be of another version or for another CPU.
+const char *ullage_source() { return ULLAGE_SOURCE; }
+const char *ullage_needs() {
+  return ""
+#ifdef __AVX__
+         " avx"
+#endif
+#ifdef __AVX2__
+         " avx2"
+#endif
+#ifdef __FMA__
+         " fma"
+#endif
+#ifdef __F16C__
+         " f16c"
+#endif
+#ifdef __MOVBE__
+         " movbe"
+#endif
+#ifdef __LZCNT__
+         " abm"
+#endif
+#ifdef __BMI__
+         " bmi1"
+#endif
+#ifdef __BMI2__
+         " bmi2"
+#endif
+#ifdef __AVX512F__
+         " avx512f"
+#endif
+#ifdef __AVX512BW__
+         " avx512bw"
+#endif
+#ifdef __AVX512CD__
+         " avx512cd"
+#endif
+#ifdef __AVX512DQ__
+         " avx512dq"
+#endif
+#ifdef __AVX512VL__
+         " avx512vl"
+#endif
+#ifdef __AVX512VBMI__
+         " avx512vbmi"
+#endif
+#ifdef __AVX512VBMI2__
+         " avx512_vbmi2"
+#endif
+#ifdef __ARM_FEATURE_SVE
+         " sve"
+#endif
+      ;
+}
 
 void ullage_write(const Cells *c, const int64_t *slots, int64_t tokens, const void *keys, int64_t k_token, int64_t k_head,
                   const void *values, int64_t v_token, int64_t v_head, const float *centre, int32_t type, int32_t threads) {

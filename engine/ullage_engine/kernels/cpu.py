@@ -7,7 +7,7 @@ checked here, since nothing is behind.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ullage_engine.errors import KernelError
+from ullage_engine.kernels import cpu_build
 
 if TYPE_CHECKING:
     from ullage_engine.layout import CacheLayout
@@ -73,10 +74,11 @@ class CpuKernels:
         """Load the library.
 
         Raises:
-            KernelError: it can't be loaded here.
+            KernelError: it can't be loaded here, or it is of another version or for another CPU.
         """
         try:
             self._library = ctypes.CDLL(str(path))
+            _check_fit(self._library, path)
             for name, arguments in SIGNATURES.items():
                 function = getattr(self._library, name)
                 function.argtypes, function.restype = arguments, None
@@ -105,7 +107,13 @@ class CpuKernels:
         self, cells: Cells, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, centre: torch.Tensor | None
     ) -> None:
         """`BlockStore.write` of one layer: rows [T, kv_heads, head_size] to slots [T]; centre [kv_heads, head_size]."""
+        if values.dtype != keys.dtype:  # each is rounded by itself, so float32 holds both
+            keys, values = keys.float(), values.float()
         keys, values = _rows_of(keys), _rows_of(values)
+        _require(slots.dtype == torch.int64 and slots.is_contiguous(), "slots must be contiguous int64", slots)
+        shape = (slots.numel(), cells.kv_heads, cells.head_size)
+        _require(keys.shape == shape, f"keys must be {shape}", keys)
+        _require(values.shape == shape, f"values must be {shape}", values)
         self._library.ullage_write(
             ctypes.addressof(cells), slots.data_ptr(), slots.numel(),
             keys.data_ptr(), keys.stride(0), keys.stride(1), values.data_ptr(), values.stride(0), values.stride(1),
@@ -114,7 +122,7 @@ class CpuKernels:
 
     def read(self, cells: Cells, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`BlockStore.read`: keys and values [N, kv_heads, B * block_tokens, head_size] of blocks [N, B]."""
-        blocks = blocks.contiguous()
+        blocks = blocks.to(torch.int64).contiguous()
         count, width = blocks.shape
         keys = torch.empty((count, cells.kv_heads, width * cells.block_tokens, cells.head_size), dtype=dtype)
         values = torch.empty_like(keys)
@@ -141,8 +149,8 @@ class CpuKernels:
         """
         query = _rows_of(query)
         query = query if query.stride(1) == cells.head_size else query.contiguous()
-        if not out.is_contiguous():
-            raise ValueError(f"out must be contiguous, not of strides {out.stride()}")
+        same = out.is_contiguous() and out.shape == query.shape and out.dtype == query.dtype
+        _require(same, f"out must be contiguous, {tuple(query.shape)} of {query.dtype}", out)
         self._library.ullage_decode(
             ctypes.addressof(cells), decoding.tables.data_ptr(), decoding.starts.data_ptr(), decoding.tables.shape[1],
             decoding.rows.data_ptr(), decoding.positions.data_ptr(), window or 0, scaling, softcap or 0.0,
@@ -156,7 +164,12 @@ class CpuKernels:
         self, values: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """transformers' RMSNorm of rows [T, size]; `residual`, if given, has `values` added to it first, in place."""
+        values = _rows_of(values)
         out = torch.empty((values.shape[0], values.shape[1]), dtype=values.dtype)
+        _require(weight.dtype == values.dtype and weight.is_contiguous(), f"weight must be {values.dtype}", weight)
+        if residual is not None:
+            alike = residual.shape == out.shape and residual.dtype == out.dtype and residual.is_contiguous()
+            _require(alike, f"residual must be contiguous, {tuple(out.shape)} of {out.dtype}", residual)
         self._library.ullage_rms_norm(
             values.data_ptr(), values.stride(0), None if residual is None else residual.data_ptr(),
             weight.data_ptr(), eps, out.data_ptr(), *values.shape, TYPES[values.dtype], torch.get_num_threads(),
@@ -165,6 +178,7 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` of rows [T, 2 * size] that hold both."""
+        gate_up = gate_up.contiguous()
         count, width = gate_up.shape
         out = torch.empty((count, width // 2), dtype=gate_up.dtype)
         self._library.ullage_silu_mul(
@@ -175,12 +189,35 @@ class CpuKernels:
     def rotate(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
         """transformers' `apply_rotary_pos_emb` in place on [T, H, D] with contiguous heads; cosine, sine [T, D]."""
         count, heads_, size = heads.shape
+        _require(heads.stride()[1:] == (size, 1), "heads must lie side by side", heads)
+        cosine, sine = cosine.to(heads.dtype).contiguous(), sine.to(heads.dtype).contiguous()
+        for angles in (cosine, sine):
+            _require(angles.shape == (count, size), f"cosine and sine must be {(count, size)}", angles)
         self._library.ullage_rotate(
             heads.data_ptr(), heads.stride(0), cosine.data_ptr(), sine.data_ptr(), count, heads_, size,
             TYPES[heads.dtype], torch.get_num_threads(),
         )  # fmt: skip
 
 
+def _check_fit(library: ctypes.CDLL, path: Path) -> None:
+    """Refuse a library whose calls would be misunderstood, or end the process for want of an instruction."""
+    for function in (library.ullage_source, library.ullage_needs):
+        function.argtypes, function.restype = [], c_char_p
+    if library.ullage_source().decode() != cpu_build.source_hash():
+        raise KernelError(f"the CPU kernels in {path} were made from another version of their source; make them anew")
+    flags = cpu_build.cpu_flags()
+    missing = [name for name in library.ullage_needs().decode().split() if flags and name not in flags]
+    if missing:
+        raise KernelError(
+            f"the CPU kernels in {path} were compiled for a CPU with {', '.join(missing)}, which this one lacks"
+        )
+
+
 def _rows_of(values: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dimension contiguous."""
     return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def _require(condition: bool, wanted: str, given: torch.Tensor) -> None:
+    if not condition:
+        raise ValueError(f"{wanted}, not {tuple(given.shape)} of {given.dtype} with strides {given.stride()}")

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -49,32 +50,44 @@ def library(cache_dir: Path, environment: Mapping[str, str] = os.environ) -> Pat
         return Path(prebuilt)
     compiler = find_compiler(environment)
     target = cache_dir / f"cpu-{_key(compiler)}.so"
+    if target.is_file():  # before anything is written: the cache may be read-only by now
+        return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             if not target.is_file():
-                log.info("compiling the CPU kernels with %s; this happens once and takes a while", compiler)
+                log.info("compiling the CPU kernels with %s; this happens once and takes a while", shlex.join(compiler))
                 build(target, compiler)
-    except OSError as error:
-        raise KernelError(f"{cache_dir} cannot be written: {error.strerror}; give another --cache-dir") from error
+    except (OSError, NotImplementedError) as error:  # the latter of a file system without locks
+        reason = getattr(error, "strerror", None) or error
+        raise KernelError(f"{cache_dir} cannot be written: {reason}; give another --cache-dir") from error
     return target
 
 
-def find_compiler(environment: Mapping[str, str] = os.environ) -> str:
-    """The C++ compiler: $CXX, or the first of the usual names.
+def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Words of the C++ compiler's command: $CXX, which may bring arguments (`ccache g++`), or the first usual name.
 
     Raises:
         KernelError: there is none.
     """
     names = (environment["CXX"],) if environment.get("CXX") else COMPILERS
     for name in names:
-        found = shutil.which(name, path=environment.get("PATH"))
+        command, *arguments = _words(name, environment.get("PATH"))
+        found = shutil.which(command, path=environment.get("PATH"))
         if found:
-            return found
+            return found, *arguments
     raise KernelError(f"no C++ compiler ({', '.join(names)}) is on the PATH")
 
 
-def build(target: Path, compiler: str, march: str = "native") -> None:
+def _words(name: str, path: str | None) -> list[str]:
+    """A command in its words; a program whose own path has spaces is one word, and so is what a shell can't read."""
+    try:
+        return [name] if shutil.which(name, path=path) else shlex.split(name) or [name]
+    except ValueError:
+        return [name]
+
+
+def build(target: Path, compiler: tuple[str, ...], march: str = "native") -> None:
     """Compile into `target`, whole or not at all.
 
     Raises:
@@ -82,17 +95,26 @@ def build(target: Path, compiler: str, march: str = "native") -> None:
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
         staging = Path(folder) / target.name
-        command = [compiler, *FLAGS, _machine_flag(march), str(SOURCE), "-o", str(staging)]
+        made_from = f'-DULLAGE_SOURCE="{source_hash()}"'
+        command = [*compiler, *FLAGS, _machine_flag(march), made_from, str(SOURCE), "-o", str(staging)]
+        # compilers' own temporary files go there too: where the root is read-only, the cache may be all that isn't
+        environment = {**os.environ, "TMPDIR": folder}
         try:
             done = subprocess.run(  # noqa: S603 - no shell; the user's own compiler
-                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
+                env=environment,
+            )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise KernelError(f"{compiler} did not compile the CPU kernels: {error}") from error
+            raise KernelError(f"{compiler[0]} did not compile the CPU kernels: {error}") from error
         if done.returncode:
             last = "\n".join(done.stderr.strip().splitlines()[-5:])
-            raise KernelError(f"{compiler} failed on the CPU kernels:\n{last}")
+            raise KernelError(f"{compiler[0]} failed on the CPU kernels:\n{last}")
         staging.replace(target)
+
+
+def source_hash() -> str:
+    """Of `cpu.cpp`: a library carries it, so that one of another version is not called."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
 
 
 def _machine_flag(march: str) -> str:
@@ -100,13 +122,13 @@ def _machine_flag(march: str) -> str:
     return f"-mcpu={march}" if platform.machine() in ("aarch64", "arm64") and march == "native" else f"-march={march}"
 
 
-def _key(compiler: str) -> str:
-    """Hash of all that a library depends on; the compiler by its file, as asking its version costs a process."""
-    stat = Path(compiler).resolve().stat()
+def _key(compiler: tuple[str, ...]) -> str:
+    """Hash of all that a library depends on; the compiler by its files, as asking its version costs a process."""
+    stats = [Path(found).resolve().stat() for word in compiler if (found := shutil.which(word))]
     parts = (
         SOURCE.read_bytes(),
         repr(FLAGS).encode(),
-        f"{compiler}|{stat.st_size}|{stat.st_mtime_ns}".encode(),
+        f"{compiler}|{[(stat.st_size, stat.st_mtime_ns) for stat in stats]}".encode(),
         _cpu(),
     )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -119,6 +141,11 @@ def _cpu() -> bytes:
     except OSError:
         return platform.machine().encode()
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.machine()).encode()
+
+
+def cpu_flags() -> frozenset[str]:
+    """The CPU's instruction sets by the kernel's names; empty where it doesn't say."""
+    return frozenset(_cpu().decode().partition(":")[2].split())
 
 
 def main() -> None:
