@@ -32,9 +32,7 @@ class FusedLayer(nn.Module):
         self._head_size: int = attention.head_dim
         self._query_heads = attention.q_proj.out_features // self._head_size
         self._scaling: float = attention.scaling
-        # an attribute where layers differ (Qwen), else one figure of the whole model (Mistral) or none
-        configured = getattr(attention.config, "sliding_window", None)
-        self._window: int | None = getattr(attention, "sliding_window", configured)
+        self._window = _window_of(attention)
         self._before_attention, self._before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self._query_norm, self._key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self._qkv = pack(_joined(attention.q_proj, attention.k_proj, attention.v_proj))
@@ -89,9 +87,25 @@ def fuse_layers(model: Any, kernels: CpuKernels, pack: Pack) -> int:
 
 
 def _fits(layer: Any) -> bool:
-    """Whether sizes are whole vectors and the activation is SiLU."""
-    sizes = (layer.self_attn.head_dim // 2, layer.mlp.gate_proj.out_features, layer.input_layernorm.weight.numel())
-    return type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") and all(size % LANES == 0 for size in sizes)
+    """Whether sizes are whole vectors, weights are plain and of one type, and the activation is SiLU."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj)
+    if any(type(linear) is not nn.Linear for linear in (*linears, mlp.down_proj)):
+        return False
+    if (
+        len({linears[0].weight.dtype, layer.input_layernorm.weight.dtype, layer.post_attention_layernorm.weight.dtype})
+        > 1
+    ):
+        return False
+    sizes = (attention.head_dim // 2, mlp.gate_proj.out_features, layer.input_layernorm.weight.numel())
+    return type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") and all(size % LANES == 0 for size in sizes)
+
+
+def _window_of(attention: Any) -> int | None:
+    """Qwen's attention has its layer's own, Mistral's takes the model's; Llama's has none, whatever its config says."""
+    configured = attention.config.sliding_window if type(attention).__name__ == "MistralAttention" else None
+    window: int | None = getattr(attention, "sliding_window", configured)
+    return window
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear:

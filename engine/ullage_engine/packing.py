@@ -38,12 +38,13 @@ class PackedLinear(nn.Module):
 
 def pack_linears(model: Any) -> int:
     """Replace every plain linear layer of a bfloat16 model on the CPU; returns how many."""
+    # by name, as a list of the layers themselves would keep all old weights until the last is replaced
     found = [
-        (parent, name, child)
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     ]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child))
+    for parent, name in found:
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
     return len(found)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from small_engine import make_engine, run
 
-from ullage_engine import attention
+from ullage_engine import attention, packing
 from ullage_engine.fused import fuse_layers
 from ullage_engine.kernels.cpu import CpuKernels
-from ullage_engine.packing import PackedLinear, cpu_has_matrix_units
+from ullage_engine.packing import PackedLinear, cpu_has_matrix_units, pack_linears
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -26,6 +27,7 @@ SIZES: dict[str, Any] = {
 SLIDING = ["full_attention", "sliding_attention"]
 VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "llama": ("Llama", {}, 2),
+    "llama, a window that it ignores": ("Llama", {"sliding_window": 24}, 2),
     "llama with biases": ("Llama", {"attention_bias": True}, 2),
     "mistral, sliding window": ("Mistral", {"sliding_window": 24}, 2),
     "qwen2, one layer slides": ("Qwen2", {"sliding_window": 24, "use_sliding_window": True, "layer_types": SLIDING}, 2),
@@ -110,3 +112,32 @@ def test_memory_of_the_old_layers_is_given_back(cpu_kernels: CpuKernels) -> None
     fuse_layers(model, cpu_kernels, identity)
     kept = {id(values): values.numel() for values in model.parameters()}
     assert sum(kept.values()) == before
+
+
+def test_old_weights_go_as_they_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model must not take twice its memory while its layers are laid out anew."""
+    model, _ = tiny("gemma2")
+    old = [weakref.ref(child) for child in model.modules() if type(child) is torch.nn.Linear]
+    alive: list[int] = []
+
+    class Packed(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            alive.append(sum(reference() is not None for reference in old))
+
+    monkeypatch.setattr(packing, "PackedLinear", Packed)
+    assert pack_linears(model) == len(old)
+    assert alive == list(range(len(old), 0, -1))
+
+
+@pytest.mark.parametrize("part", ["weight", "linear"])
+def test_layers_of_unlike_types_are_left_alone(cpu_kernels: CpuKernels, part: str) -> None:
+    """Norms kept in float32, and linear layers that hold codes instead of weights."""
+    model, _ = tiny("llama")
+    layer = model.get_decoder().layers[0]
+    if part == "weight":
+        layer.input_layernorm.weight.data = layer.input_layernorm.weight.data.bfloat16()
+    else:
+        layer.self_attn.o_proj = torch.nn.Identity()
+    assert fuse_layers(model, cpu_kernels, identity) == 1
+    assert model.get_decoder().layers[0] is layer
