@@ -23,12 +23,14 @@ from typing import Any
 import torch
 from bars import Panel, svg
 from measure import machine
+from model import load
 from throughput import model_and_text
 from workload import mixed_lengths
 
 from ullage_engine import models
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
+from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import BLOCK_SIZES, BlockStore, CacheLayout
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
@@ -71,12 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     models.quiet_progress()
     folder, text_ids = model_and_text()
-    loaded = models.load(folder, "smollm2", torch.float32, torch.device("cpu"))
+    loaded, kernels = load(folder, getattr(torch, options.dtype))
     requests = mix(text_ids, options.requests)
     runs: dict[int, list[Run]] = {size: [] for size in BLOCK_SIZES}
     for _ in range(options.repeats):
         for size, found in runs.items():
-            found.append(play(build(loaded, size, options), requests))
+            found.append(play(build(loaded, kernels, size, options), requests))
     table = {size: figures(found) for size, found in runs.items()}
     print(f"{'block':>5}{'waste':>9}{'tok/s':>9}{'hit ratio':>11}{'preempted':>11}")
     for size, row in table.items():
@@ -96,6 +98,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--cache-tokens", type=int, default=4096)
     parser.add_argument("--kv-type", default="fp8")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--picture", type=Path, default=Path("block_size.svg"))
     return parser.parse_args(arguments)
@@ -112,7 +115,7 @@ def mix(text_ids: Sequence[int], count: int) -> list[Request]:
     return requests
 
 
-def build(loaded: models.LoadedModel, size: int, options: argparse.Namespace) -> Engine:
+def build(loaded: models.LoadedModel, kernels: CpuKernels | None, size: int, options: argparse.Namespace) -> Engine:
     """An engine whose cache holds `--cache-tokens` tokens in blocks of `size`."""
     shape = models.shape_of(loaded.config)
     layout = CacheLayout(shape.layers, shape.kv_heads, shape.head_size, size, options.kv_type)
@@ -120,7 +123,7 @@ def build(loaded: models.LoadedModel, size: int, options: argparse.Namespace) ->
     pool = BlockPool(blocks, size, PrefixIndex("bench", size))
     return Engine(
         identity=EngineIdentity(model=loaded.name, version="0"),
-        runner=ModelRunner(loaded.model, BlockStore(layout, blocks), torch.device("cpu")),
+        runner=ModelRunner(loaded.model, BlockStore(layout, blocks, "cpu", None, kernels), torch.device("cpu")),
         pool=pool,
         scheduler=Scheduler(pool, max_batch_tokens=256, max_sequences=options.sequences, prefix_reuse=True),
         protection=Protection(first_tokens=0, recent_tokens=0),

@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 from measure import machine
+from model import load
 from throughput import model_and_text
 
 from ullage_engine import attention, engine, fused, models
 from ullage_engine import runner as runner_module
-from ullage_engine.build import speed_up
-from ullage_engine.config import CPU_KERNELS, default_cache_dir
+from ullage_engine.config import CPU_KERNELS
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
-from ullage_engine.kernels import cpu_build
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import BlockStore, CacheLayout
 from ullage_engine.packing import PackedLinear
@@ -71,12 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     folder, text_ids = model_and_text()
     models.quiet_progress()
-    dtype = getattr(torch, options.dtype)
-    loaded = models.load(folder, "smollm2", dtype, torch.device("cpu"))
-    kernels = None
-    if options.cpu_kernels == "native":
-        kernels = CpuKernels(cpu_build.library(default_cache_dir() / "kernels"))
-    speed_up(loaded.model, dtype, kernels)
+    native = options.cpu_kernels == "native"
+    loaded, kernels = load(folder, getattr(torch, options.dtype), native=native)
     clock = Clock()
     subject = build(loaded, options, kernels)
     wrap(clock, loaded, subject)
