@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -24,6 +25,9 @@ PREFIX = "ullage_engine_"
 
 Samples = Iterable[tuple[str, float]]
 """Pairs of a label's value and a number."""
+
+Latency = dict[str, list[tuple[float | None, int]]]
+"""Cumulative buckets by name: upper bound in seconds, None for +Inf, and how many were observed up to it."""
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -211,6 +215,17 @@ class HttpMetrics:
             ["route", "status"],
             registry=registry,
         )
+
+    def latency(self) -> Latency:
+        """What `GET /admin/v1/kv` tells of latencies; counts since the process started."""
+        told = {"ttft": self.first_token, "inter_token": self.inter_token, "end_to_end": self.end_to_end}
+        return {name: _buckets(histogram) for name, histogram in told.items()}
+
+
+def _buckets(histogram: Histogram) -> list[tuple[float | None, int]]:
+    samples = [sample for family in histogram.collect() for sample in family.samples]
+    pairs = [(float(sample.labels["le"]), int(sample.value)) for sample in samples if sample.name.endswith("_bucket")]
+    return [(None if bound == inf else bound, count) for bound, count in pairs]
 
 
 def make_registry(core: EngineCore) -> tuple[CollectorRegistry, HttpMetrics]:

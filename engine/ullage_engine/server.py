@@ -215,7 +215,8 @@ async def serve(
 
     servers = [(_Server(public.app), sockets.public)]
     if sockets.admin is not None:
-        servers.append((_Server(create_admin_app(engine.core, in_flight)), sockets.admin))
+        admin = create_admin_app(engine.core, in_flight, latency=public.metrics.latency)
+        servers.append((_Server(admin), sockets.admin))
     tasks = [asyncio.ensure_future(server.serve([bound])) for server, bound in servers]
     try:
         await _until(tasks, *(server.serving for server, _ in servers))

@@ -1,7 +1,7 @@
 """The engine's published state: immutable, taken after a step, read by any thread.
 
-`EngineSnapshot.to_json` is the body of `GET /admin/v1/kv`; its shape is part of the contract in
-`docs/contracts.md`.
+`EngineSnapshot.to_json` is the body of `GET /admin/v1/kv`, to which the HTTP side adds its latencies; its shape is part
+of the contract in `docs/contracts.md`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from ullage_agent import metrics
+from ullage_agent.adapters import BUILTIN_ADAPTERS, AdapterConfig, EngineAdapter
 from ullage_agent.adapters.fake import FakeAdapter, Scenario, Step
 from ullage_agent.adapters.simulation import PoolSpec
 from ullage_agent.board import Board
@@ -18,10 +19,15 @@ from ullage_agent.poller import PollConfig, Poller
 from ullage_agent.wire import Snapshot, Violation
 
 Series = dict[tuple[str, tuple[str, ...]], float]
+LATENCIES = {
+    "ttft": "llm_time_to_first_token_seconds",
+    "inter_token": "llm_inter_token_seconds",
+    "end_to_end": "llm_request_seconds",
+}
 
 
 class Rig:
-    def __init__(self, adapter: FakeAdapter, clock: ManualClock) -> None:
+    def __init__(self, adapter: EngineAdapter, clock: ManualClock) -> None:
         self.board = Board(clock)
         self.poller = Poller(adapter, self.board, clock, PollConfig())
         self.outcomes = {("evict", "Succeeded"): 2, ("evict", "Error"): 1}
@@ -132,6 +138,29 @@ async def test_exhaustion_appears_only_when_in_sight(clock: ManualClock) -> None
     found = rig.scrape()
     assert found["llm_kv_exhaustion_seconds", ("0.5",)] == pytest.approx((256 - 125) / 5)
     assert found["llm_kv_growth_blocks_per_second", ()] == pytest.approx(5.0)
+
+
+async def test_latency_quantiles_of_our_own_engine(engine: Any, clock: ManualClock) -> None:
+    """What the engine observed since the window began, not since it started."""
+    adapter = BUILTIN_ADAPTERS["ullage"](AdapterConfig(url=engine.url, clock=clock))
+    rig = Rig(adapter, clock)
+    engine.snapshot["latency"] = {name: [[1.0, 50], [2.0, 50], [None, 50]] for name in LATENCIES}
+    await rig.poller.poll_once()
+    clock.advance(2.0)
+    engine.snapshot["latency"] = {name: [[1.0, 50], [2.0, 60], [None, 60]] for name in LATENCIES}
+    await rig.poller.poll_once()
+    found = rig.scrape()
+    for name in LATENCIES.values():
+        assert found[name, ("0.5",)] == pytest.approx(1.5)
+        assert found[name, ("0.99",)] == pytest.approx(1.99)
+    clock.advance(2.0)
+    engine.snapshot["latency"]["ttft"] = [[1.0, 5]]
+    await rig.poller.poll_once()
+    found = rig.scrape()
+    assert found["ullage_agent_contract_violations", ("latency.ttft", "out_of_range")] == 1.0
+    assert LATENCIES["ttft"] not in {name for name, _ in found}
+    assert found[LATENCIES["end_to_end"], ("0.5",)] == pytest.approx(1.5)
+    await adapter.close()
 
 
 async def test_violations_are_shown_once_each(clock: ManualClock) -> None:

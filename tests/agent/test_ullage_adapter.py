@@ -1,6 +1,7 @@
 """The adapter of our own engine against an engine double that answers the admin JSON."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -57,6 +58,84 @@ async def test_torn_block_counts_are_unknown(adapter: EngineAdapter, engine: Any
     reading = await adapter.read()
     assert reading.snapshot.hot_blocks is None
     assert [violation.metric for violation in reading.violations] == ["blocks"]
+
+
+LATENCY: dict[str, Any] = {
+    "ttft": [[0.1, 5], [0.5, 9], [None, 10]],
+    "inter_token": [[0.01, 90], [0.05, 100], [None, 100]],
+    "end_to_end": [[1, 0], [10, 7], [None, 7]],
+}
+
+
+async def test_latencies_are_read(adapter: EngineAdapter, engine: Any) -> None:
+    engine.snapshot["latency"] = LATENCY | {"of a later version": "anything"}
+    reading = await adapter.read()
+    assert reading.violations == ()
+    assert set(reading.histograms) == set(LATENCY)
+    assert reading.histograms["ttft"].buckets == ((0.1, 5), (0.5, 9), (math.inf, 10))
+    assert {name: histogram.count for name, histogram in reading.histograms.items()} == {
+        "ttft": 10,
+        "inter_token": 100,
+        "end_to_end": 7,
+    }
+
+
+@pytest.mark.parametrize("latency", [None, {}, {"ttft": None, "of a later version": 3}])
+async def test_an_engine_need_not_tell_latencies(adapter: EngineAdapter, engine: Any, latency: object) -> None:
+    for told in ({}, {"latency": latency}):
+        engine.snapshot.pop("latency", None)
+        engine.snapshot |= told
+        reading = await adapter.read()
+        assert (reading.violations, dict(reading.histograms)) == ((), {})
+
+
+@pytest.mark.parametrize("latency", [[], 3, "x", True, [["ttft", []]]])
+async def test_latency_that_is_no_object(adapter: EngineAdapter, engine: Any, latency: object) -> None:
+    engine.snapshot["latency"] = latency
+    reading = await adapter.read()
+    assert [(one.metric, one.problem) for one in reading.violations] == [("latency", "wrong_type")]
+    assert dict(reading.histograms) == {}
+    assert reading.snapshot.hot_blocks == 200
+
+
+@pytest.mark.parametrize(
+    ("buckets", "problem"),
+    [
+        ({}, "wrong_type"),
+        ("buckets", "wrong_type"),
+        ([3], "wrong_type"),
+        ([[0.1]], "wrong_type"),
+        ([[0.1, 1, 1], [None, 1]], "wrong_type"),
+        ([["0.1", 1], [None, 1]], "wrong_type"),
+        ([["+Inf", 1]], "wrong_type"),
+        ([[True, 1], [None, 1]], "wrong_type"),
+        ([[0.1, None], [None, 1]], "wrong_type"),
+        ([[0.1, True], [None, 1]], "wrong_type"),
+        ([[0.1, 1.5], [None, 2]], "wrong_type"),
+        ([[[], 1], [None, 1]], "wrong_type"),
+        ([[index, 0] for index in range(256)] + [[None, 0]], "wrong_type"),
+        ([[math.nan, 1], [None, 1]], "not_finite"),
+        ([[math.inf, 1]], "not_finite"),
+        ([[0.1, math.nan], [None, 1]], "not_finite"),
+        ([], "out_of_range"),
+        ([[0.1, 1]], "out_of_range"),  # no last bound
+        ([[None, 1], [None, 1]], "out_of_range"),
+        ([[0.1, 1], [0.1, 1], [None, 1]], "out_of_range"),
+        ([[0.1, 5], [None, 4]], "out_of_range"),  # not cumulative
+        ([[0.1, -1], [None, 4]], "out_of_range"),
+        ([[-0.1, 1], [None, 4]], "out_of_range"),
+        ([[0.1, 1], [None, 10**400]], "out_of_range"),
+        ([[10**400, 1], [None, 1]], "out_of_range"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+async def test_a_malformed_latency_is_named_and_the_others_are_read(
+    adapter: EngineAdapter, engine: Any, buckets: object, problem: str
+) -> None:
+    engine.snapshot["latency"] = LATENCY | {"inter_token": buckets}
+    reading = await adapter.read()
+    assert [(one.metric, one.problem) for one in reading.violations] == [("latency.inter_token", problem)]
+    assert set(reading.histograms) == {"ttft", "end_to_end"}
 
 
 @pytest.mark.parametrize("version", [2, None, "1"])

@@ -70,11 +70,14 @@ async def test_snapshot_keeps_the_contract_and_counts_what_clients_did(
     answer = await chat(client, "What is the capital of France?")
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.usage is not None
-    after = (await adapter.read()).snapshot
+    reading = await adapter.read()
+    after = reading.snapshot
     assert (
         after.generated_tokens_total == (before.snapshot.generated_tokens_total or 0) + answer.usage.completion_tokens
     )
     assert after.prompt_tokens_total == (before.snapshot.prompt_tokens_total or 0) + answer.usage.prompt_tokens
+    for name, count in {"ttft": 1, "inter_token": answer.usage.completion_tokens - 1, "end_to_end": 1}.items():
+        assert reading.histograms[name].count == before.histograms[name].count + count
     assert after.hot_blocks == 0
     assert after.reclaimable_blocks
     assert (after.free_blocks or 0) + after.reclaimable_blocks == after.total_blocks

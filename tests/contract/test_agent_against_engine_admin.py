@@ -1,13 +1,17 @@
 """The agent's `ullage` adapter against the engine's own admin interface, with a counted pool instead of a model."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ullage_agent.adapters.base import AdapterConfig
-from ullage_agent.adapters.ullage import UllageAdapter
+from ullage_agent.adapters.ullage import SNAPSHOT_PATH, UllageAdapter
+from ullage_agent.adapters.ullage_contract import parse_snapshot
 from ullage_agent.clock import SystemClock
 from ullage_agent.errors import EngineRefused
 from ullage_agent.wire import ActionRequest
@@ -17,18 +21,26 @@ from ullage_engine.fake_engine import FakeEngine, running, tiny_tokenizer
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 
+CONTRACTS = Path(__file__).parents[2] / "docs" / "contracts.md"
+
 
 @pytest.fixture
-async def core(tmp_path: Path) -> AsyncIterator[FakeCore]:
+def core() -> Iterator[FakeCore]:
     made = FakeCore().start()
-    config = ServerConfig(public=TcpAddress("127.0.0.1", 0), admin=UnixAddress(tmp_path / "admin.sock"))
-    async with running(FakeEngine(made, tiny_tokenizer()), config):
-        yield made
+    yield made
     made.close()
 
 
 @pytest.fixture
-async def adapter(core: FakeCore, tmp_path: Path) -> AsyncIterator[UllageAdapter]:
+async def public(core: FakeCore, tmp_path: Path) -> AsyncIterator[str]:
+    """The engine's public address, while it serves."""
+    config = ServerConfig(public=TcpAddress("127.0.0.1", 0), admin=UnixAddress(tmp_path / "admin.sock"))
+    async with running(FakeEngine(core, tiny_tokenizer()), config) as addresses:
+        yield addresses["public"]
+
+
+@pytest.fixture
+async def adapter(public: str, tmp_path: Path) -> AsyncIterator[UllageAdapter]:
     made = UllageAdapter.from_config(AdapterConfig(url=f"unix:{tmp_path}/admin.sock", clock=SystemClock()))
     yield made
     await made.close()
@@ -55,6 +67,43 @@ def test_scattered_blocks_are_had_in_one_allocation() -> None:
     pool.release(pool.allocate(8)[::2])
     assert pool.largest_free_run() == 1
     assert len(pool.allocate(pool.available)) == 4
+
+
+async def test_latencies_of_the_http_side_reach_the_agent(adapter: UllageAdapter, public: str) -> None:
+    idle = await adapter.read()
+    assert {name: histogram.count for name, histogram in idle.histograms.items()} == {
+        "ttft": 0,
+        "inter_token": 0,
+        "end_to_end": 0,
+    }
+    async with httpx.AsyncClient(base_url=public) as http:
+        answer = await http.post("/v1/completions", json={"model": "fake", "prompt": "the quick fox", "max_tokens": 4})
+    tokens = answer.json()["usage"]["completion_tokens"]
+    assert tokens > 1
+    reading = await adapter.read()
+    assert reading.violations == ()
+    assert {name: histogram.count for name, histogram in reading.histograms.items()} == {
+        "ttft": 1,
+        "inter_token": tokens - 1,
+        "end_to_end": 1,
+    }
+
+
+async def test_the_documented_snapshot_is_what_the_engine_tells_and_the_agent_understands(
+    public: str, tmp_path: Path
+) -> None:
+    found = re.search(r"^Snapshot:\n```json\n(.*?)```", CONTRACTS.read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    documented = json.loads(found[1])
+    transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "admin.sock"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+        told = (await http.get(SNAPSHOT_PATH)).json()
+    assert told.keys() == documented.keys()
+    for name in ("blocks", "requests", "counters", "step", "admission", "latency"):
+        assert told[name].keys() == documented[name].keys()
+    reading = parse_snapshot(json.dumps(documented).encode(), SNAPSHOT_PATH, sampled_at=0.0)
+    assert reading.violations == ()
+    assert set(reading.histograms) == set(documented["latency"])
 
 
 async def test_sequence_never_goes_back(adapter: UllageAdapter) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from ullage_engine.api.admin import create_admin_app
 from ullage_engine.fake_core import FakeCore, Gate
+from ullage_engine.metrics import HttpMetrics, Latency
 from ullage_engine.request import GenerationRequest, TokenOutput
 
 Open = Callable[..., Any]
@@ -20,8 +22,10 @@ EVICT, ADMISSION, DRAIN = "/admin/v1/kv/evict", "/admin/v1/admission", "/admin/v
 
 
 @asynccontextmanager
-async def admin(core: FakeCore, *, clock: Callable[[], float] = lambda: 100.0) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_admin_app(core, lambda: 0, clock=clock)
+async def admin(
+    core: FakeCore, *, clock: Callable[[], float] = lambda: 100.0, latency: Callable[[], Latency] | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_admin_app(core, lambda: 0, latency=latency, clock=clock)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as made:
         yield made
@@ -36,6 +40,26 @@ async def test_snapshot_and_block_map_agree(core: FakeCore) -> None:
     assert set(blocks) == {"version", "sequence", "block_tokens", "states", "filled", "refs"}
     assert len(blocks["states"]) == len(blocks["filled"]) == len(blocks["refs"]) == kv["blocks"]["total"]
     assert blocks["states"].count("C") == kv["blocks"]["cached"] == 40
+
+
+async def test_latencies_are_cumulative_buckets_with_null_for_no_bound(core: FakeCore) -> None:
+    metrics = HttpMetrics(CollectorRegistry())
+    for seconds in (0.004, 0.005, 0.3, 1000.0):
+        metrics.first_token.observe(seconds)
+    metrics.inter_token.observe(0.02)
+    async with admin(core, latency=metrics.latency) as http:
+        answer = (await http.get("/admin/v1/kv")).json()
+    assert answer["version"] == 1
+    latency = answer["latency"]
+    assert set(latency) == {"ttft", "inter_token", "end_to_end"}
+    first = latency["ttft"]
+    assert [first[0], first[-2], first[-1]] == [[0.005, 2], [320.0, 3], [None, 4]]
+    assert [0.25, 2] in first
+    assert [0.5, 3] in first
+    assert [0.01, 0] in latency["inter_token"]
+    assert [0.025, 1] in latency["inter_token"]
+    assert {count for _, count in latency["end_to_end"]} == {0}
+    assert all(type(count) is int for buckets in latency.values() for _, count in buckets)
 
 
 async def test_evict(core: FakeCore) -> None:

@@ -69,6 +69,23 @@ async def test_scrape(core: FakeCore, open_engine: Open) -> None:
     assert found[PREFIX + "http_responses_total", (("route", "other"), ("status", "404"))] == 1
 
 
+async def test_the_admin_side_tells_the_histograms_that_prometheus_reads(core: FakeCore, open_engine: Open) -> None:
+    async with open_engine() as addresses, httpx.AsyncClient() as http:
+        body = {"model": "fake", "prompt": "the quick fox", "max_tokens": 3}
+        assert (await http.post(f"{addresses['public']}/v1/completions", json=body)).status_code == 200
+        latency = (await http.get(f"{addresses['admin']}/admin/v1/kv")).json()["latency"]
+        found = samples((await scrape(addresses["public"])).text)
+    names = {
+        "ttft": "time_to_first_token_seconds",
+        "inter_token": "inter_token_seconds",
+        "end_to_end": "request_seconds",
+    }
+    for told, name in names.items():
+        read = {dict(labels)["le"]: count for (one, labels), count in found.items() if one == f"{PREFIX}{name}_bucket"}
+        assert latency[told] == [[None if le == "+Inf" else float(le), count] for le, count in read.items()]
+        assert latency[told][-1][1] > 0, told
+
+
 def test_every_counter_of_the_snapshot_is_exported() -> None:
     assert set(COUNTERS) == {field.name for field in fields(Counters)}
 

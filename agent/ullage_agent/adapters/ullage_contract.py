@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from ullage_agent.adapters.base import Reading
 from ullage_agent.adapters.contract import Field, Ledger, build_snapshot, read_json
 from ullage_agent.errors import EngineProtocolError
+from ullage_agent.histogram import Histogram, from_cumulative
 from ullage_agent.wire import EngineIdentity
 
 SNAPSHOT_VERSION = 1
@@ -55,6 +57,11 @@ IDENTITY_FIELDS: tuple[Field, ...] = (
     Field(attribute="model", source="model", kind="text"),
 )
 
+LATENCIES = ("ttft", "inter_token", "end_to_end")
+"""Names below `latency`, all optional: older engines tell none."""
+MAX_BUCKETS = 256
+"""Most buckets that a histogram may have: one is kept for every second of the service window."""
+
 EVICTION_COUNTS: tuple[Field, ...] = (
     Field(attribute="blocks_freed", source="blocks_freed"),
     Field(attribute="bytes_freed", source="bytes_freed"),
@@ -86,11 +93,52 @@ def parse_snapshot(body: bytes, path: str, sampled_at: float) -> Reading:
     in_flight: Any = read_json(document, (IN_FLIGHT,), ledger)["in_flight"]
     identity: Any = read_json(document, IDENTITY_FIELDS, ledger)
     snapshot = build_snapshot(values, sampled_at=sampled_at, in_flight=in_flight, ledger=ledger)
+    histograms = _read_latencies(document.get("latency"), ledger)
     return Reading(
         snapshot=snapshot,
         identity=EngineIdentity(type="ullage", **{**identity, "instance": identity["instance"] or "unknown"}),
         violations=ledger.violations,
+        histograms=histograms,
     )
+
+
+def _read_latencies(told: object, ledger: Ledger) -> dict[str, Histogram]:
+    """The histograms that are there. One that is no cumulative histogram is a violation; the others count."""
+    if told is None:
+        return {}
+    if not isinstance(told, dict):
+        ledger.report("latency", "wrong_type", f"a {type(told).__name__}, not an object")
+        return {}
+    given = {name: told[name] for name in LATENCIES if told.get(name) is not None}
+    read = {name: _read_buckets(f"latency.{name}", raw, ledger) for name, raw in given.items()}
+    return {name: histogram for name, histogram in read.items() if histogram is not None}
+
+
+def _read_buckets(source: str, raw: object, ledger: Ledger) -> Histogram | None:
+    if not isinstance(raw, list) or len(raw) > MAX_BUCKETS:
+        ledger.report(source, "wrong_type", f"not a list of at most {MAX_BUCKETS} buckets")
+        return None
+    pairs: list[tuple[float, float]] = []
+    for bucket in raw:
+        pair = _read_bucket(source, bucket, ledger)
+        if pair is None:
+            return None  # one violation a histogram says enough
+        pairs.append(pair)
+    histogram = from_cumulative(pairs)
+    if histogram is None:
+        ledger.report(source, "out_of_range", "its buckets are no cumulative histogram")
+    return histogram
+
+
+def _read_bucket(source: str, raw: object, ledger: Ledger) -> tuple[float, float] | None:
+    if not isinstance(raw, list) or len(raw) != 2:
+        ledger.report(source, "wrong_type", "a bucket is no pair of upper bound and count")
+        return None
+    bound = math.inf if raw[0] is None else ledger.accept(Field(attribute="", source=source, kind="float"), raw[0])
+    if bound is None:
+        return None
+    count = ledger.accept(Field(attribute="", source=source), raw[1])
+    return None if count is None else (float(bound), float(count))
 
 
 def parse_object(body: bytes, path: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ullage_engine.api.drain import drain
 from ullage_engine.api.errors import ApiError, shown
 from ullage_engine.api.idempotency import AnswerStore, KeyReused, TooManyKeys
 from ullage_engine.errors import LoopUnavailable
+from ullage_engine.metrics import Latency
 from ullage_engine.request import AdmissionLimit
 
 MAX_BODY = 64 * 1024
@@ -142,9 +143,13 @@ class Acts:
 
 
 def create_admin_app(
-    core: EngineCore, open_sequences: Callable[[], int], *, clock: Callable[[], float] = time.monotonic
+    core: EngineCore,
+    open_sequences: Callable[[], int],
+    *,
+    latency: Callable[[], Latency] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
-    """The admin application; `clock` is the core's, monotonic."""
+    """The admin application; `clock` is the core's, monotonic. Without `latency` the snapshot tells none."""
     app = FastAPI(title="Ullage engine admin", openapi_url=None)
     acts = Acts(core, open_sequences, clock)
     store: AnswerStore[Answer] = AnswerStore(clock)
@@ -152,7 +157,8 @@ def create_admin_app(
 
     @app.get("/admin/v1/kv")
     async def kv() -> JSONResponse:
-        return JSONResponse(core.snapshot().to_json(clock()))
+        snapshot = core.snapshot().to_json(clock())
+        return JSONResponse(snapshot if latency is None else snapshot | {"latency": latency()})
 
     @app.get("/admin/v1/kv/blocks")
     async def blocks() -> JSONResponse:

@@ -35,11 +35,12 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicApp:
-    """The application and what the server needs to stop it well."""
+    """The application, and what the server needs to stop it well and to tell the agent of it."""
 
     app: FastAPI
     generations: Generations
     preparer: Preparer
+    metrics: HttpMetrics
 
 
 def create_public_app(
@@ -64,7 +65,7 @@ def create_public_app(
     _add_tokenizing(app, core, codec, preparer, config.max_body_bytes)
     _add_probes(app, core, config)
     _add_metrics(app, registry)
-    return PublicApp(app=app, generations=generations, preparer=preparer)
+    return PublicApp(app=app, generations=generations, preparer=preparer, metrics=metrics)
 
 
 def _add_models(app: FastAPI, core: EngineCore) -> None:
