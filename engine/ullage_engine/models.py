@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import shutil
+import stat
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -149,10 +150,12 @@ def folder_for(path: Path, cache_dir: Path | None) -> Path:
         return path
     if cache_dir is None:
         return convert_gguf(path, Path(tempfile.mkdtemp(prefix="ullage-model-")))
-    stat = path.stat()
-    key = hashlib.sha256(f"{CONVERSION}|{path}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    found = path.stat()
+    key = hashlib.sha256(f"{CONVERSION}|{path}|{found.st_size}|{found.st_mtime_ns}".encode()).hexdigest()[:16]
     target = cache_dir / f"{path.stem}-{key}"
     try:
+        if target.is_dir():  # before anything is written: the cache may be another user's, or read-only by now
+            return target
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
             return target if target.is_dir() else _convert_into(path, target)
@@ -190,9 +193,21 @@ def convert_gguf(path: Path, folder: Path) -> Path:
         plain.generation_config = loaded.generation_config
         plain.save_pretrained(folder)
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+        _share(folder)
     except Exception as error:  # readers of foreign files raise whatever they stumble over
         raise ModelError(f"--model: {path.name} cannot be converted: {_first_line(error)}") from error
     return folder
+
+
+def _share(folder: Path) -> None:
+    """Give all files the mode of new ones, as the process's umask says: safetensors' writer lets only its user read."""
+    probe = folder / ".mode"  # a new file tells the umask; asking for it would change it for other threads
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
 
 
 def check_architecture(folder: Path) -> None:

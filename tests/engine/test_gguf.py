@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,34 @@ def test_converted_weights_are_those_of_the_file(family: str, tmp_path: Path) ->
         assert torch.equal(got[name], tensor.bfloat16().float()), name
     assert len(loaded.tokenizer) >= WORDS
     assert models.shape_of(loaded.config) == models.shape_of(model.config)
+
+
+@pytest.fixture
+def llama_file(tmp_path: Path) -> Path:
+    arch, vocabulary, options = FAMILIES["LlamaForCausalLM"]
+    write(tiny("LlamaForCausalLM", options), arch, vocabulary, tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_converted_files_are_as_readable_as_the_umask_lets_new_files_be(
+    umask: int, mode: int, llama_file: Path, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        folder = models.folder_for(llama_file, tmp_path / "cache")
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {mode}, modes
+    assert ".mode" not in modes
+
+
+def test_a_converted_model_is_found_without_writing_to_the_cache(llama_file: Path, tmp_path: Path) -> None:
+    """Another user's process can neither lock nor write there."""
+    folder = models.folder_for(llama_file, tmp_path / "cache")
+    lock = Path(f"{folder}.lock")
+    lock.unlink(missing_ok=True)
+    lock.mkdir()  # refuses to be opened as a lock, whoever asks
+    assert models.folder_for(llama_file, tmp_path / "cache") == folder
