@@ -17,7 +17,7 @@ from ullage_operator.errors import ManifestError
 from ullage_operator.fields import FAULT
 from ullage_operator.model import API_VERSION, InferenceService
 
-_SERVICE_KEYS = ("apiVersion", "kind", "metadata", "spec", "status")
+_WRITTEN_KEYS = ("apiVersion", "kind", "metadata", "spec")
 
 
 def load_manifest(path: Path | str) -> InferenceService:
@@ -94,7 +94,9 @@ def _nearest(location: list[str]) -> str:
 
 
 def _hint(location: list[str]) -> str:
-    """The field's own documentation, where it has one."""
+    """The field's own documentation, where it has one; for what is no object at all, what an object has."""
+    if not location:
+        return f"; give an object with {', '.join(_WRITTEN_KEYS)}"
     owner = _model_at(location[:-1])
     if owner is None:
         return ""

@@ -91,6 +91,16 @@ def test_bad_field(build: Any, path: str, value: object, expected: str) -> None:
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("value", [None, [], 3, "text", True])
+def test_what_is_no_object_is_refused_with_what_an_object_has(value: object) -> None:
+    with pytest.raises(ManifestError) as caught:
+        read_service(value)
+    message = str(caught.value)
+    assert message.startswith(f"InferenceService/(unnamed): (object): {value!r} is refused: ")
+    assert message.endswith("; give an object with apiVersion, kind, metadata, spec")
+    assert "\n" not in message
+
+
 def test_further_problems_are_counted(build: Any) -> None:
     manifest = changed(build, "spec.engine.port", 0)
     manifest["spec"]["suspend"] = "yes"
