@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from ullage_engine import models
-from ullage_engine.build import build_engine
+from ullage_engine.build import build_engine, in_a_thread
 from ullage_engine.config import EngineConfig
 from ullage_engine.errors import ConfigError, ModelError, SizingError
 from ullage_engine.layout import CacheLayout
@@ -226,3 +227,23 @@ def test_rotations_that_depend_on_length_are_served_up_to_where_they_do_not(kind
     nested = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
     assert models.shape_of(SimpleNamespace(**common, rope_parameters=nested)).max_positions == 64
     assert models.shape_of(SimpleNamespace(**common, rope_parameters={"rope_type": "yarn"})).max_positions == 4096
+
+
+def test_tensor_work_of_the_start_leaves_no_thread_behind() -> None:
+    """Idle OpenMP workers of another thread would make each barrier of the step loop sleep."""
+    before = threading.active_count()
+    seen: list[str] = []
+
+    def work() -> int:
+        seen.append(threading.current_thread().name)
+        return int(torch.ones(1000, 1000).sum())
+
+    assert in_a_thread(work) == 1_000_000
+    assert seen == ["build"]
+    assert threading.active_count() == before
+    with pytest.raises(ConfigError, match="as it was raised"):
+        in_a_thread(_fails)
+
+
+def _fails() -> None:
+    raise ConfigError("as it was raised")
