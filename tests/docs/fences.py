@@ -14,8 +14,8 @@ RUNBOOK = "runbook"
 
 README: dict[str, str] = {
     "make demo": "not run: installs the whole product; CI runs the same program by tests/e2e and docs/quickstart.md",
-    "kubectl apply -k manifests/crd": "not run: its second line runs until stopped; tests/operator starts that program",
-    "kubectl apply -f manifests/samples/smollm2.yaml": "run: cluster",
+    "kubectl apply -k manifests/default": "run: cluster",
+    "kubectl get infsvc,remed": "run: cluster",
     "pip install -c constraints.txt '.[agent]'": "not run: installs packages; the rest is in docs/quickstart.md",
 }
 """How each block of README.md is run, by its first line."""

@@ -13,7 +13,7 @@ from ullage_operator.model import Evidence, Remediation
 from .. import words
 
 TERMS = {
-    "classic": "how full the pool is and how scattered its free blocks lie",
+    "classic": "how full the pool is of blocks in use, and how much of the rest cannot be handed out",
     "forecast": "how soon admitted work would no longer fit",
     "thrash": "work that was lost to preemption and computed again",
     "device": "accelerator memory outside the cache",
