@@ -57,6 +57,10 @@ POLL_S = 1.0
 DISRUPTIONS = 100
 """Actions in flight over all services: at two crossings a second the default of 10 would be what is measured."""
 CALM, HIGH = 30.0, 95.0
+MALLOC = {
+    "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"
+}  # fmt: skip
+"""As `manifests/operator/deployment.yaml` sets it."""
 
 
 @dataclass
@@ -247,7 +251,7 @@ class Operator:
             f"--http-port={METRICS_PORT}",
             "--log-level=warning",
         ]
-        environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+        environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")} | MALLOC
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command,
