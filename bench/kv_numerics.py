@@ -6,7 +6,8 @@ Text is forced through the engine's own paged path (chunked prefill over block t
 from the blocks), once with an FP32 cache and once with each other type; at every position the two predictions are
 compared. KL is the mean Kullback-Leibler divergence from the FP32 cache's prediction, in nats; top-1 is the share of
 positions with the same likeliest token. The change in perplexity is shown too, but is noise below 0.3 %. KL depends on
-the text: `windows` is its range over the windows, so compare caches with each other rather than with other texts.
+the text (`windows` is its range over the windows) and by up to an eighth on chunk size and CPU, as values between two
+codes tip either way: compare caches with each other rather than with other texts.
 The last line is one JSON object.
 """
 

@@ -190,6 +190,14 @@ def test_the_whole_life(
             done = light.complete
             eventually("answers by the one left", lambda: light.complete > done + 1, within_s=SLOW_S)
         assert light.failures == []
+        with Clients(control_plane, kubectl.namespace, 2, words=20, tokens=60) as rolling:
+            eventually("two streams", lambda: rolling.running == 2, within_s=SLOW_S)
+            old = _names(kubectl)
+            kubectl.run("patch", "infsvc", "web", "--type=merge", "-p", '{"spec":{"engine":{"maxSequences":6}}}')
+            eventually("another pod alone", lambda: _names(kubectl) and not _names(kubectl) & old, within_s=SLOW_S)
+            done = rolling.complete
+            eventually("answers by the new one", lambda: rolling.complete > done + 2, within_s=SLOW_S)
+        assert rolling.failures == []
         with Clients(control_plane, kubectl.namespace, 2, words=20, tokens=100) as last:
             eventually("two streams", lambda: last.running == 2, within_s=SLOW_S)
             last._stop.set()
@@ -199,6 +207,10 @@ def test_the_whole_life(
         assert last.complete >= 2
         eventually("nothing left", lambda: not kubectl.list("pod"), within_s=SLOW_S)
         assert set(node.ended.values()) == {0}
+
+
+def _names(kubectl: Kubectl) -> set[str]:
+    return {pod["metadata"]["name"] for pod in kubectl.list("pod")}
 
 
 def _ready(kubectl: Kubectl) -> int:
