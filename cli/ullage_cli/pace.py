@@ -46,18 +46,18 @@ class LoadPlan:
     """Answer length of short chats."""
     tokens_per_character: float = 0.2
     """Prompt tokens for each character of English text, template included."""
-    long_tokens: tuple[int, int] = (64, 160)
+    long_tokens: tuple[int, int] = (64, 480)
     """Least and greatest answer length of long chats; the machine's speed decides between them."""
     seconds_per_answer: float = 6.0
     """Seconds of the machine's whole speed that one long answer may cost."""
-    overcommit: float = 0.2
+    overcommit: float = 0.3
     """Greatest shortfall that may be projected, as a share of the pool. Less than one eviction brings, and enough that
     answers which end early do not make it vanish before it is felt."""
     max_in_flight: int = 32
-    ramp_s: float = 90.0
+    ramp_s: float = 120.0
     hold_s: float = 25.0
     """How long the load stays up to see a remediation through."""
-    total_s: float = 190.0
+    total_s: float = 220.0
     """The load is given up after this."""
     max_failed: int = 3
     """Nor does it go on after so many failed requests: something is broken, and more of it says nothing new."""

@@ -315,7 +315,7 @@ def test_several_engines_are_filled_at_once() -> None:
     assert how_many_more(plan, pressure(engines=9), 3, 1) == 5
 
 
-@pytest.mark.parametrize(("speed", "tokens"), [(0, 64), (20, 120), (1000, 160)])
+@pytest.mark.parametrize(("speed", "tokens"), [(0, 64), (20, 120), (1000, 480)])
 def test_slow_machines_are_asked_for_shorter_answers(speed: float, tokens: int) -> None:
     assert long_answer_tokens(LoadPlan(), speed) == tokens
 
