@@ -31,12 +31,13 @@ from ullage_engine import models
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
 from ullage_engine.kernels.cpu import CpuKernels
-from ullage_engine.layout import BLOCK_SIZES, BlockStore, CacheLayout
+from ullage_engine.layout import BLOCK_SIZES, CacheLayout
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler
+from ullage_engine.store import BlockStore
 
 SYSTEM_PROMPTS = (45, 101, 171)
 """Tokens."""

@@ -27,11 +27,12 @@ from throughput import model_and_text
 
 from ullage_engine import models
 from ullage_engine.attention import make_batch
-from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.layout import CacheLayout
 from ullage_engine.quant import KvType
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence as LiveSequence
+from ullage_engine.store import BlockStore
 
 
 @dataclass(frozen=True, slots=True)

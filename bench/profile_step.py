@@ -30,13 +30,14 @@ from ullage_engine.config import CPU_KERNELS
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
 from ullage_engine.kernels.cpu import CpuKernels
-from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.layout import CacheLayout
 from ullage_engine.packing import PackedLinear
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler
+from ullage_engine.store import BlockStore
 
 
 class Clock:

@@ -14,9 +14,10 @@ import torch
 from torch.nn import functional
 
 from ullage_engine.kernels.cpu import Decoding
-from ullage_engine.layout import BlockStore, Section
+from ullage_engine.kernels.view import Section
 from ullage_engine.quant import decode
 from ullage_engine.scheduler import Chunk
+from ullage_engine.store import BlockStore
 
 NAME = "ullage_paged"
 GROUP_TOKENS = 16_384

@@ -21,7 +21,7 @@ from ullage_engine.eviction import Protection
 from ullage_engine.fused import fuse_layers
 from ullage_engine.kernels import cpu_build
 from ullage_engine.kernels.cpu import CpuKernels
-from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.layout import CacheLayout
 from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.measure import measure_step
 from ullage_engine.packing import PackedLinear, cpu_has_matrix_units, pack_linears
@@ -29,6 +29,7 @@ from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler
+from ullage_engine.store import BlockStore
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

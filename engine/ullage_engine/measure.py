@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from ullage_engine.kernels.cpu import CpuKernels
-from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.layout import CacheLayout
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
+from ullage_engine.store import BlockStore
 
 log = logging.getLogger(__name__)
 

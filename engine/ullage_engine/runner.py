@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ullage_engine.attention import make_batch
-from ullage_engine.layout import BlockStore
 from ullage_engine.scheduler import Chunk
+from ullage_engine.store import BlockStore
 
 
 class ModelRunner:

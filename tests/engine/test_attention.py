@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ullage_engine.attention import GROUP_TOKENS, attend, attend_codes, make_batch
-from ullage_engine.layout import BlockStore, CacheLayout, Section
+from ullage_engine.kernels.view import Section
+from ullage_engine.layout import CacheLayout
 from ullage_engine.packing import PackedLinear, cpu_has_matrix_units, pack_linears
 from ullage_engine.quant import CACHE_TYPES, dequantise, quantise
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
+from ullage_engine.store import BlockStore
 
 
 @settings(max_examples=60, deadline=None)

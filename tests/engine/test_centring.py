@@ -13,13 +13,14 @@ from ullage_engine.centring import fingerprint, key_means
 from ullage_engine.config import EngineConfig
 from ullage_engine.engine import Engine
 from ullage_engine.errors import ConfigError
-from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.layout import CacheLayout
 from ullage_engine.measure import measure_step
 from ullage_engine.models import shape_of
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
+from ullage_engine.store import BlockStore
 
 HEAD = 32
 BIAS_SIGMAS = (50.0, 150.0, 300.0)

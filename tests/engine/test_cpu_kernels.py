@@ -15,11 +15,12 @@ from ullage_engine.attention import attend, make_batch, paged_attention
 from ullage_engine.errors import KernelError
 from ullage_engine.kernels import cpu_build
 from ullage_engine.kernels.cpu import CpuKernels
-from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.layout import CacheLayout
 from ullage_engine.quant import KvType
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
+from ullage_engine.store import BlockStore
 
 KINDS: tuple[KvType, ...] = ("fp8", "int8", "bf16", "fp32")
 SHAPES = ((64, None), (128, None), (256, None), (64, 16), (80, 80))

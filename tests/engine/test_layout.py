@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_engine.errors import ConfigError
-from ullage_engine.layout import ALIGN, BLOCK_SIZES, BlockStore, CacheLayout
+from ullage_engine.layout import ALIGN, BLOCK_SIZES, CacheLayout
 from ullage_engine.quant import CACHE_TYPES, dequantise, quantise
+from ullage_engine.store import BlockStore
 
 TYPES = tuple(CACHE_TYPES)
 

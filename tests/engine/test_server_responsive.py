@@ -21,11 +21,12 @@ from ullage_engine.build import assemble
 from ullage_engine.config import EngineConfig, ServerConfig, TcpAddress
 from ullage_engine.fake_core import FakeCore, Gate
 from ullage_engine.fake_engine import running
-from ullage_engine.layout import BlockStore, CacheLayout
+from ullage_engine.layout import CacheLayout
 from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.metrics import PREFIX
 from ullage_engine.models import shape_of
 from ullage_engine.request import GenerationRequest, TokenOutput
+from ullage_engine.store import BlockStore
 
 Open = Callable[..., Any]
 WAIT_S = 60.0

@@ -11,11 +11,13 @@ from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ullage_engine.errors import KernelError
 from ullage_engine.kernels import cpu_build
+from ullage_engine.kernels.view import LayerView
 
 if TYPE_CHECKING:
     from ullage_engine.layout import CacheLayout
@@ -76,6 +78,7 @@ class CpuKernels:
         Raises:
             KernelError: it can't be loaded here, or it is of another version or for another CPU.
         """
+        self._views: WeakKeyDictionary[LayerView, Cells] = WeakKeyDictionary()
         try:
             self._library = ctypes.CDLL(str(path))
             _check_fit(self._library, path)
@@ -93,20 +96,27 @@ class CpuKernels:
 
     # -- the cache -----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def cells(data: torch.Tensor, layout: CacheLayout, layer: int) -> Cells:
-        """One layer of a store's bytes, to be handed to the methods below; lives as long as `data`."""
-        cell = layout.cells[layer]
-        return Cells(
-            data.data_ptr(), layout.block_bytes, layout.layer_offsets[layer], cell.size,
-            cell.k_codes, cell.k_scales, cell.v_codes, cell.v_scales,
-            layout.kv_heads, layout.head_size, layout.block_tokens, layout.group_size, KINDS[cell.kind.name],
-        )  # fmt: skip
+    def _cells(self, view: LayerView) -> Cells:
+        """The view for C, made once."""
+        cells = self._views.get(view)
+        if cells is None:
+            cells = self._views[view] = Cells(
+                view.data.data_ptr(), view.block_bytes, view.layer_offset, view.cell_bytes,
+                view.k_codes, view.k_scales, view.v_codes, view.v_scales,
+                view.kv_heads, view.head_size, view.block_tokens, view.group, KINDS[view.kind.name],
+            )  # fmt: skip
+        return cells
 
     def write(
-        self, cells: Cells, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, centre: torch.Tensor | None
+        self,
+        view: LayerView,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        centre: torch.Tensor | None,
     ) -> None:
-        """`BlockStore.write` of one layer: rows [T, kv_heads, head_size] to slots [T]; centre [kv_heads, head_size]."""
+        """`kv_write.reference`."""
+        cells = self._cells(view)
         if values.dtype != keys.dtype:  # each is rounded by itself, so float32 holds both
             keys, values = keys.float(), values.float()
         keys, values = _rows_of(keys), _rows_of(values)
@@ -120,8 +130,9 @@ class CpuKernels:
             None if centre is None else centre.data_ptr(), TYPES[keys.dtype], torch.get_num_threads(),
         )  # fmt: skip
 
-    def read(self, cells: Cells, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, view: LayerView, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`BlockStore.read`: keys and values [N, kv_heads, B * block_tokens, head_size] of blocks [N, B]."""
+        cells = self._cells(view)
         blocks = blocks.to(torch.int64).contiguous()
         count, width = blocks.shape
         keys = torch.empty((count, cells.kv_heads, width * cells.block_tokens, cells.head_size), dtype=dtype)
@@ -134,7 +145,7 @@ class CpuKernels:
 
     def decode(
         self,
-        cells: Cells,
+        view: LayerView,
         decoding: Decoding,
         query: torch.Tensor,
         out: torch.Tensor,
@@ -147,6 +158,7 @@ class CpuKernels:
 
         Keys and values are never dequantised: K scales multiply logits, V scales multiply probabilities.
         """
+        cells = self._cells(view)
         query = _rows_of(query)
         query = query if query.stride(1) == cells.head_size else query.contiguous()
         same = out.is_contiguous() and out.shape == query.shape and out.dtype == query.dtype

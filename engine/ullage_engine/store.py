@@ -1,0 +1,126 @@
+"""The bytes of the KV cache, and the operations over them.
+
+Non-goals: where in a block what lies (`layout`), which block belongs to whom (`pool`), and how an operation is
+computed (`kernels`).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from ullage_engine.kernels import dispatch
+from ullage_engine.kernels.cpu import CpuKernels, Decoding
+from ullage_engine.kernels.view import LayerView, Section
+from ullage_engine.layout import CacheLayout
+
+
+class BlockStore:
+    """The bytes of all blocks, [blocks, block_bytes] uint8. Not thread-safe: the step loop alone touches it.
+
+    Args:
+        centre: [layers, kv_heads, head_size] subtracted from keys before they are stored. A vector common to all keys
+            of a head shifts all logits of a query alike, so softmax does not see it, and codes lose no range to it.
+        kernels: the compiled CPU kernels, where the bytes are in host memory; None: torch.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        blocks: int,
+        device: torch.device | str = "cpu",
+        centre: torch.Tensor | None = None,
+        kernels: CpuKernels | None = None,
+    ) -> None:
+        self.layout = layout
+        self.centre = centre
+        self._dispatch = dispatch.choose(layout, kernels)
+        self.data = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device=device)
+
+    @property
+    def kernels(self) -> CpuKernels | None:
+        """The compiled CPU kernels, where they serve this layout."""
+        return self._dispatch.native
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def allocator_bytes(self) -> tuple[int, int]:
+        """Bytes that torch's allocator has reserved and, of those, handed out; on a CPU the store itself."""
+        if self.data.device.type == "cuda":
+            return torch.cuda.memory_reserved(self.data.device), torch.cuda.memory_allocated(self.data.device)
+        return self.nbytes, self.nbytes
+
+    @cached_property
+    def views(self) -> tuple[LayerView, ...]:
+        """Each layer as kernels see it."""
+        return tuple(LayerView.of(self.data, self.layout, layer) for layer in range(self.layout.layers))
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Quantise and store one layer's rows.
+
+        Args:
+            slots: [T] int64, `block * block_tokens + offset`, all different.
+            keys, values: [T, kv_heads, head_size], after RoPE.
+        """
+        centre = None if self.centre is None else self.centre[layer]
+        self._dispatch.kv_write(self.views[layer], slots, keys, values, centre)
+
+    def read(self, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantised keys and values, each [N, kv_heads, B * block_tokens, head_size], of blocks [N, B] int64."""
+        if self.kernels is not None:
+            return self.kernels.read(self.views[layer], blocks, dtype)
+        keys, values = self.read_codes(layer, blocks)
+        return keys.values(dtype), values.values(dtype)
+
+    def read_codes(self, layer: int, blocks: torch.Tensor) -> tuple[Section, Section]:
+        """Keys and values of blocks [N, B] int64 as they are stored."""
+        return self.views[layer].of_blocks(blocks)
+
+    def read_cells(self, layer: int, cells: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantised keys and values, each [N, H, C * block_tokens, head_size], of cell ids [N, H, C] int64.
+
+        The per-head form of `read`: each head has its own cells, of the class that serves `layer`.
+        """
+        keys, values = self.views[layer].of_cells(self.cell_offsets(cells))
+        return keys.values(dtype), values.values(dtype)
+
+    def cell_offsets(self, cells: torch.Tensor) -> torch.Tensor:
+        """Bytes from the store's start to cells by id, `block * cells_per_block + place`; any shape, int64."""
+        layout = self.layout
+        return cells // layout.cells_per_block * layout.block_bytes + self._places[cells % layout.cells_per_block]
+
+    def decode(
+        self,
+        layer: int,
+        decoding: Decoding,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Attention of one query token a sequence over one layer, into `out`; see `CpuKernels.decode`.
+
+        Raises:
+            ValueError: this store has no kernels.
+        """
+        if self.kernels is None:
+            raise ValueError("this store has no kernels; attend to what `read` gives")
+        self.kernels.decode(self.views[layer], decoding, query, out, scaling=scaling, window=window, softcap=softcap)
+
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole blocks: codes and scales of all layers and heads."""
+        device = self.data.device
+        moves = (torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+        self._dispatch.copy_blocks(self.data, self.data, *moves)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """[cells_per_block] bytes from a block's start to each cell."""
+        layout, heads = self.layout, self.layout.kv_heads
+        offsets = [layout.cell_offset(*divmod(place, heads)) for place in range(layout.cells_per_block)]
+        return torch.tensor(offsets, device=self.data.device)
