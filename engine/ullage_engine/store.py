@@ -118,6 +118,22 @@ class BlockStore:
         moves = (torch.tensor(sources, device=device), torch.tensor(targets, device=device))
         self._dispatch.copy_blocks(self.data, self.data, *moves)
 
+    def gather_cells(
+        self,
+        layer: int,
+        sources: torch.Tensor,
+        source_rows: torch.Tensor,
+        targets: torch.Tensor,
+        target_rows: torch.Tensor,
+    ) -> None:
+        """Copy rows between cells of the class that serves `layer`; see `kernels.gather_cells.reference`.
+
+        Args:
+            sources, targets: [n] int64 offsets of cells, from `cell_offsets` or a view's.
+            source_rows, target_rows: [n] int64 in [0, block_tokens).
+        """
+        self._dispatch.gather_cells(self.views[layer], sources, source_rows, targets, target_rows)
+
     @cached_property
     def _places(self) -> torch.Tensor:
         """[cells_per_block] bytes from a block's start to each cell."""

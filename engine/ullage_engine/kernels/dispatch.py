@@ -7,12 +7,12 @@ others. A backend may implement some operations only and take the rest from anot
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from ullage_engine.kernels import copy_blocks, kv_write
+from ullage_engine.kernels import copy_blocks, gather_cells, kv_write
 from ullage_engine.kernels.view import LayerView
 
 if TYPE_CHECKING:
@@ -27,11 +27,17 @@ class Kernels:
     name: str
     kv_write: Callable[[LayerView, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    gather_cells: Callable[[LayerView, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     native: CpuKernels | None = None
     """The compiled CPU kernels, where these are in use."""
 
 
-TORCH = Kernels(name="torch", kv_write=kv_write.reference, copy_blocks=copy_blocks.reference)
+TORCH = Kernels(
+    name="torch",
+    kv_write=kv_write.reference,
+    copy_blocks=copy_blocks.reference,
+    gather_cells=gather_cells.reference,
+)
 """Works everywhere."""
 
 
@@ -39,4 +45,4 @@ def choose(layout: CacheLayout, native: CpuKernels | None) -> Kernels:
     """The fastest that serves this layout: compiled for the CPU where it is given and can, else torch."""
     if native is None or not native.serves(layout):
         return TORCH
-    return Kernels(name="cpu", kv_write=native.write, copy_blocks=copy_blocks.reference, native=native)
+    return replace(TORCH, name="cpu", kv_write=native.write, native=native)

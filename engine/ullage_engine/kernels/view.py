@@ -76,6 +76,12 @@ class LayerView:
         """Scales per (token, head)."""
         return self.head_size // self.group
 
+    def sections(self) -> list[tuple[int, int]]:
+        """The sections of a cell: bytes from its start, and bytes of a row."""
+        code_row, scale_row = self.head_size * self.kind.element_bytes, self.groups * 4
+        codes = [(self.k_codes, code_row), (self.v_codes, code_row)]
+        return [*codes, (self.k_scales, scale_row), (self.v_scales, scale_row)] if self.kind.quantised else codes
+
     # -- whole sections of all blocks ----------------------------------------------------------------------------
 
     def codes(self, at: int) -> torch.Tensor:

@@ -1,0 +1,80 @@
+"""GPUs that kernels are compiled for, and what a kernel may use on each.
+
+Limits of shared memory a thread block: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
+LDS of gfx942: CDNA3 instruction set architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One GPU architecture."""
+
+    name: str
+    backend: Literal["cuda", "hip"]
+    arch: int | str
+    """As Triton names it: ten times the compute capability, or AMD's `gfx` name."""
+    warp_size: int
+    shared_bytes: int
+    """Shared memory (LDS) that one thread block may take."""
+    native_e4m3: bool
+    """Whether instructions convert from and to OCP e4m3 (gfx942 knows another float8 with other numbers)."""
+
+
+TARGETS = (
+    Target("sm_80", "cuda", 80, 32, 166_912, False),
+    Target("sm_86", "cuda", 86, 32, 101_376, False),
+    Target("sm_89", "cuda", 89, 32, 101_376, True),
+    Target("sm_90", "cuda", 90, 32, 232_448, True),
+    Target("sm_100", "cuda", 100, 32, 232_448, True),
+    Target("sm_120", "cuda", 120, 32, 101_376, True),
+    Target("gfx942", "hip", "gfx942", 64, 65_536, False),
+)
+INTERPRETER = Target("interpreter", "cuda", 80, 32, 65_536, False)
+"""Triton's interpreter, which runs kernels on CPU tensors: everything by integer operations."""
+
+
+class UnknownTarget(Exception):
+    """No kernels are compiled for this GPU."""
+
+
+def of(device: torch.device) -> Target:
+    """What kernels for tensors on `device` are compiled for.
+
+    Raises:
+        UnknownTarget: the GPU is older than all targets, or AMD's and not among them.
+    """
+    return INTERPRETER if device.type == "cpu" else _of_gpu(torch.cuda.current_device(), device.index)
+
+
+@cache
+def _of_gpu(current: int, index: int | None) -> Target:
+    properties = torch.cuda.get_device_properties(current if index is None else index)
+    if torch.version.hip:
+        return of_amd(properties.gcnArchName)
+    return of_nvidia(properties.major * 10 + properties.minor)
+
+
+def of_nvidia(capability: int) -> Target:
+    """The newest target that is not newer than the GPU; `capability` is ten times its compute capability."""
+    fitting = [t for t in TARGETS if isinstance(t.arch, int) and t.arch <= capability]
+    if not fitting:
+        raise UnknownTarget(f"a GPU of compute capability {capability / 10} is older than 8.0, the oldest supported")
+    return fitting[-1]
+
+
+def of_amd(name: str) -> Target:
+    """The target of a `gcnArchName` such as `gfx942:sramecc+:xnack-`."""
+    arch = name.partition(":")[0]
+    for target in TARGETS:
+        if target.arch == arch:
+            return target
+    known = ", ".join(str(t.arch) for t in TARGETS if t.backend == "hip")
+    raise UnknownTarget(f"an AMD GPU {arch} is not supported; {known} is")
