@@ -17,9 +17,13 @@ from ullage_engine.kernels.cpu import Decoding
 from ullage_engine.kernels.view import Section
 from ullage_engine.quant import decode
 from ullage_engine.scheduler import Chunk
+from ullage_engine.sequence import Sequence
 from ullage_engine.store import BlockStore
 
 NAME = "ullage_paged"
+SHORT_CHUNK = 16
+"""Tokens up to which compiled kernels attend to a chunk token by token: for so few a pass over codes costs less than
+gathering, dequantising and masking does."""
 GROUP_TOKENS = 16_384
 """Cached rows that one group of decoding sequences may read at once, padding included: bounds its workspace."""
 
@@ -51,72 +55,96 @@ class Batch:
     """[T] where each packed token's key and value go."""
     groups: tuple[Group, ...]
     decoding: Decoding | None = None
-    """Sequences that compute one token, where the store has kernels; else they are among the groups."""
+    """Tokens attended to one by one, where the store has kernels; else they are among the groups."""
 
 
-def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device) -> Batch:
-    """Tensors of one step; decoding chunks of similar context form a group, each longer chunk its own."""
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Tokens of one sequence that are attended to together."""
+
+    at: int
+    """Offset of the first in the step's packed tokens."""
+    sequence: Sequence
+    offset: int
+    """How many tokens of the same step come before them in their sequence."""
+
+    @property
+    def kept(self) -> int:
+        """Rows of the cache before the first."""
+        return self.sequence.kept + self.offset
+
+    @property
+    def position(self) -> int:
+        return self.sequence.computed + self.offset
+
+
+def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device, *, row_by_row: bool = False) -> Batch:
+    """Tensors of one step; decoding chunks of similar context form a group, each longer chunk its own.
+
+    Args:
+        row_by_row: attend to every token by itself, over its own rows alone, so that its result depends neither on
+            what else is in the step nor on how its sequence was cut into chunks.
+    """
     slots: list[int] = []
-    single: list[tuple[int, Chunk]] = []
+    single: list[Query] = []
     groups: list[Group] = []
     for chunk in chunks:
-        at = len(slots)
-        slots.extend(chunk.sequence.slots(chunk.count))
-        if chunk.count == 1:
-            single.append((at, chunk))
+        at, sequence = len(slots), chunk.sequence
+        slots.extend(sequence.slots(chunk.width))
+        if row_by_row or chunk.width == 1 or (store.kernels is not None and chunk.width <= SHORT_CHUNK):
+            single.extend(Query(at + i, sequence, i) for i in range(chunk.width))
         else:
-            groups.append(_group(store, [(at, chunk)], device))
+            groups.append(_group(store, [Query(at, sequence, 0)], chunk.width, device))
     decoding = _decoding(store, single) if single and store.kernels is not None else None
     if decoding is None:
-        groups.extend(_group(store, members, device) for members in _alike(store, single))
+        together = [[query] for query in single] if row_by_row else _alike(store, single)
+        groups.extend(_group(store, members, 1, device) for members in together)
     return Batch(store, torch.tensor(slots, device=device), tuple(groups), decoding)
 
 
-def _decoding(store: BlockStore, single: list[tuple[int, Chunk]]) -> Decoding:
-    sequences = [chunk.sequence for _, chunk in single]
-    width = max(store.layout.blocks_for(s.kept + 1) for s in sequences)
+def _decoding(store: BlockStore, single: list[Query]) -> Decoding:
+    width = max(store.layout.blocks_for(query.kept + 1) for query in single)
     return Decoding(
-        at=torch.tensor([at for at, _ in single]),
-        tables=torch.tensor([_padded(s.table, width) for s in sequences]),
-        starts=torch.tensor([_padded(s.starts, width) for s in sequences]),
-        rows=torch.tensor([s.kept + 1 for s in sequences]),
-        positions=torch.tensor([s.computed for s in sequences]),
+        at=torch.tensor([query.at for query in single]),
+        tables=torch.tensor([_padded(query.sequence.table, width) for query in single]),
+        starts=torch.tensor([_padded(query.sequence.starts, width) for query in single]),
+        rows=torch.tensor([query.kept + 1 for query in single]),
+        positions=torch.tensor([query.position for query in single]),
     )
 
 
-def _alike(store: BlockStore, single: list[tuple[int, Chunk]]) -> list[list[tuple[int, Chunk]]]:
-    """Decoding chunks in groups whose shared width is below twice anyone's own, and whose workspace is bounded."""
+def _alike(store: BlockStore, single: list[Query]) -> list[list[Query]]:
+    """Single tokens in groups whose shared width is below twice anyone's own, and whose workspace is bounded."""
     size = store.layout.block_tokens
-    buckets: dict[int, list[tuple[int, Chunk]]] = {}
+    buckets: dict[int, list[Query]] = {}
     for member in single:
-        width = store.layout.blocks_for(member[1].sequence.kept + 1)
+        width = store.layout.blocks_for(member.kept + 1)
         buckets.setdefault((width - 1).bit_length(), []).append(member)
-    groups: list[list[tuple[int, Chunk]]] = []
+    groups: list[list[Query]] = []
     for bits, members in buckets.items():
         limit = max(1, GROUP_TOKENS // (size << bits))
         groups.extend(members[at : at + limit] for at in range(0, len(members), limit))
     return groups
 
 
-def _group(store: BlockStore, members: list[tuple[int, Chunk]], device: torch.device) -> Group:
-    """Tensors of chunks of equal length; each member comes with its offset in the packed tokens."""
-    size, count = store.layout.block_tokens, members[0][1].count
-    sequences = [chunk.sequence for _, chunk in members]
-    width = max(store.layout.blocks_for(s.kept + count) for s in sequences)
-    tables = torch.tensor([_padded(s.table, width) for s in sequences], device=device)
-    starts = torch.tensor([_padded(s.starts, width) for s in sequences], device=device)
-    kept = torch.tensor([s.kept for s in sequences], device=device)
-    computed = torch.tensor([s.computed for s in sequences], device=device)
+def _group(store: BlockStore, members: list[Query], count: int, device: torch.device) -> Group:
+    """Tensors of members that have `count` tokens each."""
+    size = store.layout.block_tokens
+    width = max(store.layout.blocks_for(query.kept + count) for query in members)
+    tables = torch.tensor([_padded(query.sequence.table, width) for query in members], device=device)
+    starts = torch.tensor([_padded(query.sequence.starts, width) for query in members], device=device)
+    kept = torch.tensor([query.kept for query in members], device=device)
+    positions = torch.tensor([query.position for query in members], device=device)
     steps = torch.arange(count, device=device)
     row = torch.arange(width * size, device=device)
     # query i of a sequence sees the rows kept before this chunk and the chunk's own up to itself
     mask = row[None, None, :] <= (kept[:, None] + steps[None, :])[:, :, None]
     return Group(
-        rows=torch.tensor([at + i for at, _ in members for i in range(count)], device=device),
+        rows=torch.tensor([query.at + i for query in members for i in range(count)], device=device),
         count=count,
         tables=tables,
         mask=mask.unsqueeze(1),
-        query_positions=computed[:, None] + steps[None, :],
+        query_positions=positions[:, None] + steps[None, :],
         key_positions=(starts[:, :, None] + torch.arange(size, device=device)).flatten(1),
     )
 

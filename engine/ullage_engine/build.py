@@ -24,6 +24,7 @@ from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
 from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.measure import measure_step
+from ullage_engine.numerics import make_invariant
 from ullage_engine.packing import PackedLinear, cpu_has_matrix_units, pack_linears
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
@@ -96,6 +97,8 @@ def _assembled(config: EngineConfig) -> tuple[EngineLoop, Any]:
     kernels = _kernels(config, device)
     if device.type == "cpu":
         speed_up(loaded.model, dtype, kernels)
+    if config.numerics == "invariant":
+        make_invariant(loaded.model)
     store = _allocate(config, loaded, layout, device, centre, kernels)
     return assemble(config, loaded, store, device), loaded.tokenizer
 
@@ -144,6 +147,7 @@ def _allocate(
         sequences=config.max_sequences,
         device=device,
         kernels=kernels,
+        invariant=config.numerics == "invariant",
     ) + layout.workspace_bytes(max(context, attention.GROUP_TOKENS))
     blocks = sizing.block_count(
         layout,
@@ -172,6 +176,7 @@ def assemble(config: EngineConfig, loaded: models.LoadedModel, store: BlockStore
             ",".join(cell.kind.name for cell in store.layout.cells),
             f"{store.layout.block_tokens}/{store.layout.group_size}",
             "" if store.centre is None else centring.fingerprint(store.centre),
+            config.numerics,
         )
     )
     pool = BlockPool(blocks, config.block_size, PrefixIndex(salt, config.block_size))
@@ -183,7 +188,7 @@ def assemble(config: EngineConfig, loaded: models.LoadedModel, store: BlockStore
     )
     engine = Engine(
         identity=EngineIdentity(model=loaded.name, version=version("ullage")),
-        runner=ModelRunner(loaded.model, store, device),
+        runner=ModelRunner(loaded.model, store, device, invariant=config.numerics == "invariant"),
         pool=pool,
         scheduler=scheduler,
         protection=Protection(first_tokens=config.protected_tokens, recent_tokens=config.recent_tokens),

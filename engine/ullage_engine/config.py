@@ -21,12 +21,14 @@ BlockSize = Literal[8, 16, 32]
 Dtype = Literal["auto", "float32", "bfloat16"]
 EvictionPolicy = Literal["recency"]
 CpuKernelChoice = Literal["auto", "native", "torch"]
+Numerics = Literal["fast", "invariant"]
 
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 CPU_KERNELS: tuple[CpuKernelChoice, ...] = get_args(CpuKernelChoice)
+NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]i?B?|B)?", re.IGNORECASE)
 _UNIT_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -101,6 +103,8 @@ class EngineConfig:
     """CPU threads of torch; None: torch's own choice."""
     cpu_kernels: CpuKernelChoice = "auto"
     """native: compiled ones, or the start fails; torch: none; auto: compiled ones where a compiler is found."""
+    numerics: Numerics = "fast"
+    """invariant: logits depend, to the bit, on their own sequence alone, not on the batch; slower."""
     eviction_policy: EvictionPolicy = "recency"
     protected_tokens: int = 256
     """First tokens of each sequence that eviction never touches."""
@@ -128,6 +132,7 @@ class EngineConfig:
         _require_one_of(self.dtype, DTYPES, "--dtype")
         _require_one_of(self.eviction_policy, EVICTION_POLICIES, "--eviction-policy")
         _require_one_of(self.cpu_kernels, CPU_KERNELS, "--cpu-kernels")
+        _require_one_of(self.numerics, NUMERICS, "--numerics")
         self._check_numbers()
 
     def _check_numbers(self) -> None:

@@ -23,6 +23,7 @@ from ullage_engine.config import (
     DTYPES,
     EVICTION_POLICIES,
     KV_TYPES,
+    NUMERICS,
     EngineConfig,
     ServerConfig,
     TcpAddress,
@@ -71,6 +72,12 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--threads", type=_whole, metavar="N", help="CPU threads of torch")
     group.add_argument(
         "--cpu-kernels", choices=CPU_KERNELS, default="auto", help="compiled for this CPU, or torch alone (%(default)s)"
+    )
+    group.add_argument(
+        "--numerics",
+        choices=NUMERICS,
+        default="fast",
+        help="invariant: an answer never depends on what else is in the batch; slower (%(default)s)",
     )
     group.add_argument(
         "--cache-dir",
@@ -167,6 +174,7 @@ def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
         dtype=parsed.dtype,
         threads=parsed.threads,
         cpu_kernels=parsed.cpu_kernels,
+        numerics=parsed.numerics,
         eviction_policy=parsed.eviction_policy,
         protected_tokens=parsed.protected_tokens,
         recent_tokens=parsed.recent_tokens,

@@ -37,11 +37,12 @@ def measure_step(
     sequences: int,
     device: torch.device,
     kernels: CpuKernels | None = None,
+    invariant: bool = False,
 ) -> int:
     """Bytes that a step of `tokens` tokens and `sequences` logits rows takes beyond the cache itself."""
     chunks = _largest(layout, tokens, min(sequences, tokens))
     scratch = BlockStore(layout, sum(len(chunk.sequence.table) for chunk in chunks), device, kernels=kernels)
-    runner = ModelRunner(model, scratch, device)
+    runner = ModelRunner(model, scratch, device, invariant=invariant)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

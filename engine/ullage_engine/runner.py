@@ -12,12 +12,18 @@ from ullage_engine.store import BlockStore
 
 
 class ModelRunner:
-    """Forward passes of one model over one block store."""
+    """Forward passes of one model over one block store.
 
-    def __init__(self, model: Any, store: BlockStore, device: torch.device) -> None:
+    Args:
+        invariant: a token's result depends on its own sequence alone, to the bit; the model's linear layers must have
+            been made so by `numerics.make_invariant`.
+    """
+
+    def __init__(self, model: Any, store: BlockStore, device: torch.device, *, invariant: bool = False) -> None:
         self._model = model
         self.store = store
         self._device = device
+        self._invariant = invariant
 
     @property
     def block_bytes(self) -> int:
@@ -31,25 +37,25 @@ class ModelRunner:
         """Compute all chunks in one pass and write their keys and values.
 
         Returns:
-            Logits [n, V] float32 of the last token of each chunk that completes its sequence, in order, in host
-            memory: tokens are chosen there, each sequence by its own generator.
+            Logits [n, V] float32 in host memory, where tokens are chosen, each sequence by its own generator: in
+            order, of each chunk that completes its sequence, of its last token and its drafts.
         """
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []
         for chunk in chunks:
-            start, stop = chunk.sequence.computed, chunk.sequence.computed + chunk.count
-            tokens.extend(chunk.sequence.tokens[start:stop])
-            positions.extend(range(start, stop))
+            start = chunk.sequence.computed
+            tokens.extend(chunk.tokens)
+            positions.extend(range(start, start + chunk.width))
             if chunk.completes:
-                last.append(len(tokens) - 1)
+                last.extend(range(len(tokens) - 1 - len(chunk.drafts), len(tokens)))
         output = self._model(
             input_ids=torch.tensor([tokens], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
             use_cache=False,
             # the head over one row at least: an empty selection is not defined for every architecture
             logits_to_keep=torch.tensor(last or [len(tokens) - 1], device=self._device),
-            ullage_batch=make_batch(self.store, chunks, self._device),
+            ullage_batch=make_batch(self.store, chunks, self._device, row_by_row=self._invariant),
         )
         logits: torch.Tensor = output.logits[0, : len(last)].float().cpu()
         return logits

@@ -28,10 +28,24 @@ MAX_SCANNED = 32
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one sequence to compute in this step."""
+    """Consecutive tokens of one sequence to compute in this step, and perhaps drafts of those that may follow."""
 
     sequence: Sequence
     count: int
+    """Of the sequence's own tokens."""
+    drafts: tuple[int, ...] = ()
+    """Proposed tokens after its newest one, computed along with it to be verified."""
+
+    @property
+    def width(self) -> int:
+        """Tokens to compute, drafts included."""
+        return self.count + len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to compute."""
+        start = self.sequence.computed
+        return [*self.sequence.tokens[start : start + self.count], *self.drafts]
 
     @property
     def completes(self) -> bool:

@@ -33,7 +33,7 @@ def make_engine(
     )
     return Engine(
         identity=EngineIdentity(model="test", version="0"),
-        runner=ModelRunner(model, store, torch.device("cpu")),
+        runner=ModelRunner(model, store, torch.device("cpu"), invariant=options.get("invariant", False)),
         pool=pool,
         scheduler=scheduler,
         protection=Protection(first_tokens=options.get("first", 16), recent_tokens=options.get("recent", 16)),

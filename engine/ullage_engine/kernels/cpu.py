@@ -55,10 +55,10 @@ SIGNATURES: dict[str, list[type]] = {
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Sequences of one step that each compute one token; all int64."""
+    """Tokens of one step that each attend by themselves, several of one sequence perhaps; all int64."""
 
     at: torch.Tensor
-    """[N] their tokens in the step's packed tokens."""
+    """[N] where they are in the step's packed tokens."""
     tables: torch.Tensor
     """[N, B] block ids, padded with anything."""
     starts: torch.Tensor
