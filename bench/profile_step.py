@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,14 +122,16 @@ def build(loaded: models.LoadedModel, options: argparse.Namespace, kernels: CpuK
 
 def wrap(clock: Clock, loaded: models.LoadedModel, subject: Engine) -> None:
     """Put the clock around every part."""
-    store_type: Any = BlockStore
-    store_type.write = clock.timed("cache write: quantise, scatter", BlockStore.write)
-    store_type.read = clock.timed("cache read: gather, dequantise", BlockStore.read)
-    store_type.decode = clock.timed("attention: one token a sequence, from codes", BlockStore.decode)
+    store = subject._runner.store
+    store.operations = replace(
+        store.operations,
+        kv_write=clock.timed("cache write: quantise, scatter", store.operations.kv_write),
+        paged_decode=clock.timed("attention: one token a sequence", store.operations.paged_decode),
+        paged_prefill=clock.timed("attention: chunks", store.operations.paged_prefill),
+    )
     for name in ("rms_norm", "silu_mul", "rotate"):
         setattr(CpuKernels, name, clock.timed("norms, rotary embedding, activation", getattr(CpuKernels, name)))
     names: list[tuple[Any, str, str]] = [
-        (attention, "attend", "attention: scaled dot product"),
         (attention, "paged_attention", "attention: masks, packing, Python"),
         (fused, "attend_packed", "attention: masks, packing, Python"),
         (runner_module, "make_batch", "batch tensors"),

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ullage_engine import attention, centring, models, sizing
+from ullage_engine import centring, models, sizing
 from ullage_engine.config import EngineConfig, default_cache_dir
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.errors import ConfigError, KernelError, SizingError
 from ullage_engine.eviction import Protection
 from ullage_engine.fused import fuse_layers
-from ullage_engine.kernels import cpu_build
+from ullage_engine.kernels import cpu_build, paged_decode
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
 from ullage_engine.loop import EngineLoop, LoopLimits
@@ -148,7 +148,7 @@ def _allocate(
         device=device,
         kernels=kernels,
         invariant=config.numerics == "invariant",
-    ) + layout.workspace_bytes(max(context, attention.GROUP_TOKENS))
+    ) + layout.workspace_bytes(max(context, paged_decode.GROUP_TOKENS))
     blocks = sizing.block_count(
         layout,
         kv_memory=config.kv_memory,

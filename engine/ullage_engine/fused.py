@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ullage_engine.attention import Batch, attend_packed
+from ullage_engine.attention import Batch, Rule, attend_packed
 from ullage_engine.kernels.cpu import LANES, CpuKernels
 
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
@@ -31,8 +31,7 @@ class FusedLayer(nn.Module):
         self._layer = int(attention.layer_idx)
         self._head_size: int = attention.head_dim
         self._query_heads = attention.q_proj.out_features // self._head_size
-        self._scaling: float = attention.scaling
-        self._window = _window_of(attention)
+        self._rule = Rule(scaling=attention.scaling, window=_window_of(attention))
         self._before_attention, self._before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self._query_norm, self._key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self._qkv = pack(_joined(attention.q_proj, attention.k_proj, attention.v_proj))
@@ -67,7 +66,7 @@ class FusedLayer(nn.Module):
             if norm is not None:
                 heads.copy_(norm(heads))
         self._kernels.rotate(packed[:, : self._query_heads + kv_heads], rope[0][0], rope[1][0])
-        out = attend_packed(self._layer, query, key, value, batch, self._scaling, self._window, None)
+        out = attend_packed(self._layer, query, key, value, batch, self._rule)
         return out.view(normed.shape[0], -1)
 
 

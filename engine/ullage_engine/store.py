@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from ullage_engine.kernels import dispatch
-from ullage_engine.kernels.cpu import CpuKernels, Decoding
+from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.kernels.view import LayerView, Section
 from ullage_engine.layout import CacheLayout
 
@@ -35,13 +35,13 @@ class BlockStore:
     ) -> None:
         self.layout = layout
         self.centre = centre
-        self._dispatch = dispatch.choose(layout, kernels)
+        self.operations = dispatch.choose(layout, kernels)
         self.data = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device=device)
 
     @property
     def kernels(self) -> CpuKernels | None:
         """The compiled CPU kernels, where they serve this layout."""
-        return self._dispatch.native
+        return self.operations.native
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ class BlockStore:
             keys, values: [T, kv_heads, head_size], after RoPE.
         """
         centre = None if self.centre is None else self.centre[layer]
-        self._dispatch.kv_write(self.views[layer], slots, keys, values, centre)
+        self.operations.kv_write(self.views[layer], slots, keys, values, centre)
 
     def read(self, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantised keys and values, each [N, kv_heads, B * block_tokens, head_size], of blocks [N, B] int64."""
@@ -92,31 +92,11 @@ class BlockStore:
         layout = self.layout
         return cells // layout.cells_per_block * layout.block_bytes + self._places[cells % layout.cells_per_block]
 
-    def decode(
-        self,
-        layer: int,
-        decoding: Decoding,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        """Attention of one query token a sequence over one layer, into `out`; see `CpuKernels.decode`.
-
-        Raises:
-            ValueError: this store has no kernels.
-        """
-        if self.kernels is None:
-            raise ValueError("this store has no kernels; attend to what `read` gives")
-        self.kernels.decode(self.views[layer], decoding, query, out, scaling=scaling, window=window, softcap=softcap)
-
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks: codes and scales of all layers and heads."""
         device = self.data.device
         moves = (torch.tensor(sources, device=device), torch.tensor(targets, device=device))
-        self._dispatch.copy_blocks(self.data, self.data, *moves)
+        self.operations.copy_blocks(self.data, self.data, *moves)
 
     def gather_cells(
         self,
@@ -132,7 +112,7 @@ class BlockStore:
             sources, targets: [n] int64 offsets of cells, from `cell_offsets` or a view's.
             source_rows, target_rows: [n] int64 in [0, block_tokens).
         """
-        self._dispatch.gather_cells(self.views[layer], sources, source_rows, targets, target_rows)
+        self.operations.gather_cells(self.views[layer], sources, source_rows, targets, target_rows)
 
     @cached_property
     def _places(self) -> torch.Tensor:

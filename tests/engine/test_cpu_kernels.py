@@ -11,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.attention import attend, make_batch, paged_attention
+from ullage_engine.attention import Batch, make_batch, paged_attention
 from ullage_engine.errors import KernelError
 from ullage_engine.kernels import cpu_build
+from ullage_engine.kernels.attend import attend
 from ullage_engine.kernels.cpu import CpuKernels
+from ullage_engine.kernels.tables import BlockTables
+from ullage_engine.kernels.view import Section
 from ullage_engine.layout import CacheLayout
 from ullage_engine.quant import KvType
 from ullage_engine.request import GenerationRequest, SamplingParams
@@ -111,6 +114,19 @@ class Module(torch.nn.Module):
     layer_idx = 1
 
 
+def decoding(batch: Batch) -> BlockTables:
+    """The tables of a step that only decodes."""
+    (part,) = batch.parts
+    assert isinstance(part.tables, BlockTables)
+    return part.tables
+
+
+def decode(
+    store: BlockStore, layer: int, tables: BlockTables, query: torch.Tensor, out: torch.Tensor, scaling: float
+) -> None:
+    store.operations.paged_decode(store.views[layer], tables, query, out, None, scaling=scaling)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -172,9 +188,9 @@ def test_an_answer_does_not_depend_on_the_batch_or_on_threads(cpu_kernels: CpuKe
 
     def answers(of: list[int]) -> torch.Tensor:
         batch = make_batch(store, [chunks[i] for i in of], torch.device("cpu"))
-        assert batch.decoding is not None
+        tables = decoding(batch)
         out = torch.full((len(of), 9, 64), torch.nan)
-        store.decode(1, batch.decoding, query[of], out, scaling=0.1, window=None, softcap=None)
+        decode(store, 1, tables, query[of], out, 0.1)
         return out
 
     alone = torch.cat([answers([i]) for i in range(4)])
@@ -197,8 +213,8 @@ def test_a_long_context_stays_exact(cpu_kernels: CpuKernels) -> None:
     batch = make_batch(store, [chunk(rows, list(range(layout.blocks_for(rows + 1))), 32)], torch.device("cpu"))
     query = torch.randn(1, 1, 64, generator=generator)
     out = torch.empty(1, 1, 64)
-    assert batch.decoding is not None
-    store.decode(0, batch.decoding, query, out, scaling=0.125, window=None, softcap=None)
+    tables = decoding(batch)
+    decode(store, 0, tables, query, out, 0.125)
     weights = (query.double()[0] @ keys[:, 0].double().T * 0.125).softmax(-1)
     assert torch.allclose(out[0].double(), weights @ values[:, 0].double(), rtol=0, atol=1e-6)
 
@@ -211,11 +227,12 @@ def test_sums_of_attention_agree_with_float64(cpu_kernels: CpuKernels) -> None:
     batch = make_batch(store, [chunk(99, list(range(8)), 16)], torch.device("cpu"))
     query = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
     out = torch.empty(1, 6, 64)
-    assert batch.decoding is not None
-    store.decode(0, batch.decoding, query, out, scaling=0.1, window=None, softcap=None)
-    keys, values = (part.double() for part in store.read(0, batch.decoding.tables, torch.float32))
+    tables = decoding(batch)
+    decode(store, 0, tables, query, out, 0.1)
+    keys, values = (part.double() for part in store.read(0, tables.tables, torch.float32))
     mask = (torch.arange(112) < 100).view(1, 1, 1, 112)
-    wanted = attend(query.double().unsqueeze(2), keys, values, mask, 0.1, None)[:, :, 0]
+    sections = (Section(keys, None), Section(values, None))
+    wanted = attend(query.double().unsqueeze(2), *sections, mask, scaling=0.1)[0][:, :, 0]
     # 24 bits of float32 over values up to 60
     assert torch.allclose(out.double(), wanted, rtol=1e-5, atol=1e-4)
 
@@ -232,12 +249,13 @@ def test_large_queries_and_small_values_keep_their_digits(
     key, value = torch.randn(2, 320, 1, 64, generator=torch.Generator().manual_seed(3))
     store.write(0, torch.arange(320), key / queries, value * values)
     batch = make_batch(store, [chunk(319, list(range(20)), 16)], torch.device("cpu"))
-    assert batch.decoding is not None
+    tables = decoding(batch)
     query = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4)) * queries
     out = torch.empty(1, 1, 64)
-    store.decode(0, batch.decoding, query, out, scaling=0.125, window=None, softcap=None)
-    keys, read = (part.double() for part in store.read(0, batch.decoding.tables, torch.float32))
-    wanted = attend(query.double().unsqueeze(2), keys, read, torch.ones(1, 1, 1, 320, dtype=torch.bool), 0.125, None)
+    decode(store, 0, tables, query, out, 0.125)
+    keys, read = (part.double() for part in store.read(0, tables.tables, torch.float32))
+    everything = torch.ones(1, 1, 1, 320, dtype=torch.bool)
+    wanted, _ = attend(query.double().unsqueeze(2), Section(keys, None), Section(read, None), everything, scaling=0.125)
     assert torch.allclose(out.double() / values, wanted[:, :, 0] / values, rtol=1e-4, atol=1e-6)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
@@ -16,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ullage_engine.errors import KernelError
-from ullage_engine.kernels import cpu_build
+from ullage_engine.kernels import cpu_build, paged_decode
+from ullage_engine.kernels.tables import BlockTables, Tables
 from ullage_engine.kernels.view import LayerView
 
 if TYPE_CHECKING:
@@ -51,22 +51,6 @@ SIGNATURES: dict[str, list[type]] = {
     "ullage_silu_mul": [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32],
     "ullage_rotate": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32],
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """Tokens of one step that each attend by themselves, several of one sequence perhaps; all int64."""
-
-    at: torch.Tensor
-    """[N] where they are in the step's packed tokens."""
-    tables: torch.Tensor
-    """[N, B] block ids, padded with anything."""
-    starts: torch.Tensor
-    """[N, B] position of each block's first token."""
-    rows: torch.Tensor
-    """[N] rows that the query sees, its own included."""
-    positions: torch.Tensor
-    """[N] of the queries."""
 
 
 class CpuKernels:
@@ -146,27 +130,34 @@ class CpuKernels:
     def decode(
         self,
         view: LayerView,
-        decoding: Decoding,
+        tables: Tables,
         query: torch.Tensor,
         out: torch.Tensor,
+        lse: torch.Tensor | None = None,
         *,
         scaling: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """`attention.attend` of one query token a sequence, into `out`; query and out are [T, Hq, head_size].
+        """`paged_decode.reference`.
 
         Keys and values are never dequantised: K scales multiply logits, V scales multiply probabilities.
         """
+        if not isinstance(tables, BlockTables) or lse is not None or sinks is not None:
+            paged_decode.reference(
+                view, tables, query, out, lse, scaling=scaling, window=window, softcap=softcap, sinks=sinks
+            )
+            return
         cells = self._cells(view)
         query = _rows_of(query)
         query = query if query.stride(1) == cells.head_size else query.contiguous()
         same = out.is_contiguous() and out.shape == query.shape and out.dtype == query.dtype
         _require(same, f"out must be contiguous, {tuple(query.shape)} of {query.dtype}", out)
         self._library.ullage_decode(
-            ctypes.addressof(cells), decoding.tables.data_ptr(), decoding.starts.data_ptr(), decoding.tables.shape[1],
-            decoding.rows.data_ptr(), decoding.positions.data_ptr(), window or 0, scaling, softcap or 0.0,
-            decoding.at.numel(), query.data_ptr(), query.stride(0), decoding.at.data_ptr(),
+            ctypes.addressof(cells), tables.tables.data_ptr(), tables.starts.data_ptr(), tables.tables.shape[1],
+            tables.rows.data_ptr(), tables.positions.data_ptr(), window or 0, scaling, softcap or 0.0,
+            tables.at.numel(), query.data_ptr(), query.stride(0), tables.at.data_ptr(),
             out.data_ptr(), out.stride(0), query.shape[1], TYPES[query.dtype], torch.get_num_threads(),
         )  # fmt: skip
 
