@@ -199,8 +199,8 @@ def test_scores_equal_float64(
         scaling=rule["scaling"], window=rule["window"], softcap=rule["softcap"],
     )  # fmt: skip
     assert got.shape == (len(lengths), layout.kv_heads, wanted.shape[2])
-    # lse was rounded to float32, and logits of up to 100 have errors of their own
-    assert torch.allclose(got.double(), wanted.unflatten(1, (layout.kv_heads, -1)).mean(2), rtol=1e-4, atol=1e-6)
+    # logits and lse of up to 50 err by 2^-20 in float32, which -p log p passes on with p near 1, for each query
+    assert torch.allclose(got.double(), wanted.unflatten(1, (layout.kv_heads, -1)).mean(2), rtol=1e-4, atol=2e-5)
 
 
 def test_scores_of_cells_are_parts_of_the_whole() -> None:
