@@ -12,6 +12,7 @@ import torch
 
 from ullage_engine.kernels import dispatch
 from ullage_engine.kernels.cpu import CpuKernels
+from ullage_engine.kernels.dispatch import Backend
 from ullage_engine.kernels.view import LayerView, Section
 from ullage_engine.layout import CacheLayout
 
@@ -22,7 +23,11 @@ class BlockStore:
     Args:
         centre: [layers, kv_heads, head_size] subtracted from keys before they are stored. A vector common to all keys
             of a head shifts all logits of a query alike, so softmax does not see it, and codes lose no range to it.
-        kernels: the compiled CPU kernels, where the bytes are in host memory; None: torch.
+        kernels: the compiled CPU kernels, where the bytes are in host memory and they are wanted.
+        backend: who computes; see `kernels.dispatch.choose`.
+
+    Raises:
+        KernelError: the backend cannot serve this layout here.
     """
 
     def __init__(
@@ -32,10 +37,11 @@ class BlockStore:
         device: torch.device | str = "cpu",
         centre: torch.Tensor | None = None,
         kernels: CpuKernels | None = None,
+        backend: Backend = "auto",
     ) -> None:
         self.layout = layout
         self.centre = centre
-        self.operations = dispatch.choose(layout, kernels)
+        self.operations = dispatch.choose(layout, torch.device(device), kernels, backend)
         self.data = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device=device)
 
     @property

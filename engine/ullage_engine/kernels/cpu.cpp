@@ -231,6 +231,7 @@ void write(const Cells &c, const int64_t *slots, int64_t tokens, const void *key
   typedef typename Values<type>::element Value;
 #pragma omp parallel for num_threads(threads) if (tokens > 8)
   for (int64_t t = 0; t < tokens; t++) {
+    if (slots[t] < 0) continue;  // padding of a batch
     int64_t block = slots[t] / c.block_tokens, offset = slots[t] % c.block_tokens;
     int64_t groups = c.head_size / c.group;
     for (int h = 0; h < c.kv_heads; h++) {

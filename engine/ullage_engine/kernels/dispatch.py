@@ -6,18 +6,22 @@ others. A backend may implement some operations only and take the rest from anot
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ullage_engine.errors import KernelError
 from ullage_engine.kernels import copy_blocks, gather_cells, key_scores, kv_write, merge, paged_decode, paged_prefill
 from ullage_engine.kernels.view import LayerView
 
 if TYPE_CHECKING:
     from ullage_engine.kernels.cpu import CpuKernels
     from ullage_engine.layout import CacheLayout
+
+Backend = Literal["auto", "native", "torch", "triton"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +51,57 @@ TORCH = Kernels(
     key_scores=key_scores.reference,
 )
 """Works everywhere."""
+TRITON = replace(TORCH, name="triton", kv_write=kv_write.kernel)
+"""For GPUs; on CPU tensors in Triton's interpreter alone."""
 
 
-def choose(layout: CacheLayout, native: CpuKernels | None) -> Kernels:
-    """The fastest that serves this layout: compiled for the CPU where it is given and can, else torch."""
-    if native is None or not native.serves(layout):
+def choose(
+    layout: CacheLayout, device: torch.device, native: CpuKernels | None = None, backend: Backend = "auto"
+) -> Kernels:
+    """Implementations for a store of this layout on this device.
+
+    Args:
+        native: the compiled CPU kernels, where they are loaded.
+        backend: auto is the fastest that serves: Triton on a GPU, compiled on a CPU where it is given, else torch.
+
+    Raises:
+        KernelError: the backend that was asked for cannot serve here.
+    """
+    if backend == "auto":
+        backend = _fastest(layout, device, native)
+    if backend == "torch":
         return TORCH
+    if backend == "triton":
+        _check_triton(device)
+        return TRITON
+    if native is None or device.type != "cpu" or not native.serves(layout):
+        raise KernelError(
+            f"--kernels: native has nothing for head size {layout.head_size} on {device}; leave the option out"
+        )
+    return _compiled(native)
+
+
+def _compiled(native: CpuKernels) -> Kernels:
     prefill = paged_prefill.reading_with(native.read)
     return replace(
-        TORCH, name="cpu", kv_write=native.write, paged_decode=native.decode, paged_prefill=prefill, native=native
+        TORCH, name="native", kv_write=native.write, paged_decode=native.decode, paged_prefill=prefill, native=native
     )
+
+
+def _fastest(layout: CacheLayout, device: torch.device, native: CpuKernels | None) -> Backend:
+    if device.type != "cpu":
+        return "triton" if has_triton() else "torch"
+    return "native" if native is not None and native.serves(layout) else "torch"
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _check_triton(device: torch.device) -> None:
+    if not has_triton():
+        raise KernelError("--kernels: triton is not installed; pip install 'ullage[gpu]', or leave the option out")
+    from ullage_engine.kernels.device import interpreter
+
+    if device.type == "cpu" and not interpreter.active():
+        raise KernelError("--kernels: triton needs a GPU, and torch sees none here; leave the option out")

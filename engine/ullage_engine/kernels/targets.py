@@ -26,6 +26,8 @@ class Target:
     """Shared memory (LDS) that one thread block may take."""
     native_e4m3: bool
     """Whether instructions convert from and to OCP e4m3 (gfx942 knows another float8 with other numbers)."""
+    tile: int = 2048
+    """Elements that one program of a copying kernel takes: 16 registers a thread of four warps."""
 
 
 TARGETS = (
@@ -37,8 +39,9 @@ TARGETS = (
     Target("sm_120", "cuda", 120, 32, 101_376, True),
     Target("gfx942", "hip", "gfx942", 64, 65_536, False),
 )
-INTERPRETER = Target("interpreter", "cuda", 80, 32, 65_536, False)
-"""Triton's interpreter, which runs kernels on CPU tensors: everything by integer operations."""
+INTERPRETER = Target("interpreter", "cuda", 80, 32, 65_536, False, 65_536)
+"""Triton's interpreter, which runs kernels on CPU tensors: conversions by integer operations, and programs as large as
+they can be, since it takes a millisecond an operation whatever the operation's size."""
 
 
 class UnknownTarget(Exception):
