@@ -59,8 +59,11 @@ class Operation(Protocol):
     """
 
     __name__: str
-    kernel: Callable[..., Any]
-    reference: Callable[..., Any]
 
-    @staticmethod
-    def builds(serving: Serving, target: Target) -> list[Build]: ...
+    @property
+    def kernel(self) -> Callable[..., Any]: ...
+
+    @property
+    def reference(self) -> Callable[..., Any]: ...
+
+    def builds(self, serving: Serving, target: Target, /) -> list[Build]: ...

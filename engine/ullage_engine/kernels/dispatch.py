@@ -15,12 +15,15 @@ import torch
 
 from ullage_engine.errors import KernelError
 from ullage_engine.kernels import copy_blocks, gather_cells, key_scores, kv_write, merge, paged_decode, paged_prefill
+from ullage_engine.kernels.build import Operation
 from ullage_engine.kernels.view import LayerView
 
 if TYPE_CHECKING:
     from ullage_engine.kernels.cpu import CpuKernels
     from ullage_engine.layout import CacheLayout
 
+OPERATIONS: tuple[Operation, ...] = (kv_write,)
+"""What has a Triton kernel; each module is a `build.Operation`."""
 Backend = Literal["auto", "native", "torch", "triton"]
 
 
