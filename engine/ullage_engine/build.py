@@ -30,6 +30,7 @@ from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler
+from ullage_engine.speculation.assemble import DraftModel, find_draft, make_speculator, named_draft
 from ullage_engine.store import BlockStore
 
 log = logging.getLogger(__name__)
@@ -91,16 +92,39 @@ def _assembled(config: EngineConfig) -> tuple[EngineLoop, Any]:
     folder = models.folder_for(source, config.cache_dir)
     models.check_architecture(folder)
     dtype = _dtype(config.dtype, device)
-    layout = _check_size(config, folder, dtype, device)
+    draft = find_draft(config, folder)
+    layout = _check_size(config, folder, dtype, device, draft)
     loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
     centre = centring.key_means(loaded.model) if config.kv_centring else None
     kernels = _kernels(config, device)
+    _prepare(config, loaded.model, dtype, device, kernels)
+    drafting = None if draft is None else _load_draft(config, draft, dtype, device, kernels)
+    beside = 0 if draft is None else draft.layout.block_bytes
+    store = _allocate(config, loaded, layout, device, centre, kernels, beside)
+    drafts = None
+    if draft is not None and drafting is not None:
+        drafts = ModelRunner(drafting, BlockStore(draft.layout, store.data.shape[0], device, None, kernels), device)
+    return assemble(config, loaded, store, device, drafts), loaded.tokenizer
+
+
+def _prepare(
+    config: EngineConfig, model: Any, dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None
+) -> None:
+    """Lay a model's weights out as this machine and the settings want them."""
     if device.type == "cpu":
-        speed_up(loaded.model, dtype, kernels)
+        speed_up(model, dtype, kernels)
     if config.numerics == "invariant":
-        make_invariant(loaded.model)
-    store = _allocate(config, loaded, layout, device, centre, kernels)
-    return assemble(config, loaded, store, device), loaded.tokenizer
+        make_invariant(model)
+
+
+def _load_draft(
+    config: EngineConfig, draft: DraftModel, dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None
+) -> Any:
+    """The draft model, ready to run."""
+    with named_draft():
+        model = models.load(draft.folder, "draft", dtype, device).model
+    _prepare(config, model, dtype, device, kernels)
+    return model
 
 
 def _kernels(config: EngineConfig, device: torch.device) -> CpuKernels | None:
@@ -137,6 +161,7 @@ def _allocate(
     device: torch.device,
     centre: torch.Tensor | None,
     kernels: CpuKernels | None,
+    beside: int,
 ) -> BlockStore:
     """The KV cache, sized after the largest step has been measured."""
     context = config.max_model_len or models.shape_of(loaded.config).max_positions
@@ -144,7 +169,7 @@ def _allocate(
         loaded.model,
         layout,
         tokens=config.max_batch_tokens,
-        sequences=config.max_sequences,
+        sequences=_logits_rows(config),
         device=device,
         kernels=kernels,
         invariant=config.numerics == "invariant",
@@ -156,6 +181,7 @@ def _allocate(
         weights=0,
         activations=activations,
         memory=_memory(device),
+        beside=beside,
     )
     log.info("largest step takes %.1f MiB; KV cache of %d blocks", activations / sizing.MIB, blocks)
     try:
@@ -166,7 +192,13 @@ def _allocate(
         ) from error
 
 
-def assemble(config: EngineConfig, loaded: models.LoadedModel, store: BlockStore, device: torch.device) -> EngineLoop:
+def assemble(
+    config: EngineConfig,
+    loaded: models.LoadedModel,
+    store: BlockStore,
+    device: torch.device,
+    draft: ModelRunner | None = None,
+) -> EngineLoop:
     """Wire pool, scheduler, runner and loop around a loaded model; the loop is not started."""
     blocks = store.data.shape[0]
     salt = "|".join(
@@ -186,12 +218,14 @@ def assemble(config: EngineConfig, loaded: models.LoadedModel, store: BlockStore
         max_sequences=config.max_sequences,
         prefix_reuse=config.prefix_reuse,
     )
+    runner = ModelRunner(loaded.model, store, device, invariant=config.numerics == "invariant")
     engine = Engine(
         identity=EngineIdentity(model=loaded.name, version=version("ullage")),
-        runner=ModelRunner(loaded.model, store, device, invariant=config.numerics == "invariant"),
+        runner=runner,
         pool=pool,
         scheduler=scheduler,
         protection=Protection(first_tokens=config.protected_tokens, recent_tokens=config.recent_tokens),
+        speculator=make_speculator(config, runner, draft, vocabulary=loaded.config.vocab_size),
     )
     limits = LoopLimits(
         max_model_len=_context(config, models.shape_of(loaded.config).max_positions, blocks * config.block_size),
@@ -209,7 +243,9 @@ def _memory(device: torch.device) -> sizing.Memory:
     return sizing.Memory(available=free, source=f"free memory of {torch.cuda.get_device_name(device)}", shared=False)
 
 
-def _check_size(config: EngineConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> CacheLayout:
+def _check_size(
+    config: EngineConfig, folder: Path, dtype: torch.dtype, device: torch.device, draft: DraftModel | None
+) -> CacheLayout:
     """The layout, after an estimate from the model's config: refuses in a moment what can't work, before it loads."""
     model = models.read_config(folder)
     if config.kv_centring and getattr(model, "attn_logit_softcapping", None):
@@ -226,22 +262,30 @@ def _check_size(config: EngineConfig, folder: Path, dtype: torch.dtype, device: 
         config.kv_group,
         dict.fromkeys(config.kv_bf16_layers, "bf16"),
     )
+    weights = models.weight_count(folder) + (0 if draft is None else models.weight_count(draft.folder))
     blocks = sizing.block_count(
         layout,
         kv_memory=config.kv_memory,
         kv_fraction=config.kv_fraction,
-        weights=models.weight_count(folder) * dtype.itemsize,
+        weights=weights * dtype.itemsize,
+        beside=0 if draft is None else draft.layout.block_bytes,
         activations=sizing.activation_bytes(
             hidden=model.hidden_size,
             intermediate=model.intermediate_size,
             vocabulary=model.vocab_size,
             tokens=config.max_batch_tokens,
-            sequences=config.max_sequences,
+            sequences=_logits_rows(config),
         ),
         memory=_memory(device),
     )
     _context(config, shape.max_positions, blocks * config.block_size)
     return layout
+
+
+def _logits_rows(config: EngineConfig) -> int:
+    """Most rows of logits in a step: one a sequence, and one a drafted token."""
+    drafted = 0 if config.speculation == "off" else config.speculation_tokens
+    return min(config.max_batch_tokens, config.max_sequences * (1 + drafted))
 
 
 def _context(config: EngineConfig, positions: int, cache_tokens: int) -> int:

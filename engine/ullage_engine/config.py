@@ -22,6 +22,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 EvictionPolicy = Literal["recency"]
 CpuKernelChoice = Literal["auto", "native", "torch"]
 Numerics = Literal["fast", "invariant"]
+Speculation = Literal["off", "ngram", "draft"]
 
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
@@ -29,6 +30,7 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 CPU_KERNELS: tuple[CpuKernelChoice, ...] = get_args(CpuKernelChoice)
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
+SPECULATIONS: tuple[Speculation, ...] = get_args(Speculation)
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]i?B?|B)?", re.IGNORECASE)
 _UNIT_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -105,6 +107,12 @@ class EngineConfig:
     """native: compiled ones, or the start fails; torch: none; auto: compiled ones where a compiler is found."""
     numerics: Numerics = "fast"
     """invariant: logits depend, to the bit, on their own sequence alone, not on the batch; slower."""
+    speculation: Speculation = "off"
+    """Where drafts of coming tokens come from: ngram: earlier text of the same request; draft: `draft_model`."""
+    draft_model: str | None = None
+    """A source as `model`, of the same vocabulary; for `speculation` draft, and needed for it."""
+    speculation_tokens: int = 8
+    """Most tokens drafted for a sequence in one step."""
     eviction_policy: EvictionPolicy = "recency"
     protected_tokens: int = 256
     """First tokens of each sequence that eviction never touches."""
@@ -133,6 +141,13 @@ class EngineConfig:
         _require_one_of(self.eviction_policy, EVICTION_POLICIES, "--eviction-policy")
         _require_one_of(self.cpu_kernels, CPU_KERNELS, "--cpu-kernels")
         _require_one_of(self.numerics, NUMERICS, "--numerics")
+        _require_one_of(self.speculation, SPECULATIONS, "--speculation")
+        _require(
+            (self.speculation == "draft") == (self.draft_model is not None),
+            "--draft-model",
+            self.draft_model,
+            "give a model with --speculation draft, and only with it",
+        )
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -143,6 +158,7 @@ class EngineConfig:
             "--max-batch-tokens": self.max_batch_tokens,
             "--max-sequences": self.max_sequences,
             "--threads": self.threads,
+            "--speculation-tokens": self.speculation_tokens,
         }
         for flag, value in above_zero.items():
             _require(value is None or value >= 1, flag, value, "give a number of at least 1")

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -17,10 +18,12 @@ import torch
 from ullage_engine.eviction import EvictionPlan, Protection, evict, plan_eviction, share_of
 from ullage_engine.pool import BlockPool
 from ullage_engine.request import AdmissionLimit, FinishReason, GenerationRequest, Sink, TokenOutput
-from ullage_engine.sampler import Row, Sampled, rows_of, sample
+from ullage_engine.sampler import Row, Sampled, rows_of
 from ullage_engine.scheduler import Chunk, Scheduler
 from ullage_engine.sequence import Sequence
 from ullage_engine.snapshot import BlockCounts, Counters, EngineSnapshot, EvictionReport
+from ullage_engine.speculation.accept import Verdict, judge
+from ullage_engine.speculation.speculator import SpeculationTally, Speculator
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,8 @@ class Runner(Protocol):
         ...
 
     def forward(self, chunks: list[Chunk]) -> torch.Tensor:
-        """Write the chunks' keys and values; logits [n, V] float32, a row for each chunk that completes, in order.
+        """Write the chunks' keys and values; logits [n, V] float32: in order, for each chunk that completes, a row of
+        its last token and one of each drafted token.
 
         May raise anything: repeating the call with fewer chunks must be safe.
         """
@@ -72,6 +76,10 @@ class Runner(Protocol):
 
     def copy_blocks(self, copies: dict[int, int]) -> None:
         """Copy whole blocks, source by target; all sources are read before any target is written."""
+        ...
+
+    def erase(self, slots: list[int]) -> None:
+        """Zero single tokens whose content may be unfit to lie beside others."""
         ...
 
     def scrub(self, blocks: list[int]) -> None:
@@ -90,6 +98,7 @@ class Engine:
         pool: BlockPool,
         scheduler: Scheduler,
         protection: Protection,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
@@ -97,6 +106,7 @@ class Engine:
         self.scheduler = scheduler
         self._runner = runner
         self._protection = protection
+        self._speculator = speculator
         self._clock = clock
         self._live: dict[str, Sequence] = {}
         self._parked: dict[str, list[Sequence]] = {}
@@ -104,6 +114,8 @@ class Engine:
         self._stalled = 0
         self.forked: list[str] = []
         """Requests that the last step started as forks; they are in none of its chunks."""
+        self.accepted: list[int] = []
+        """Of each draft that the last step verified, how many of its tokens stood."""
         self._arrivals = 0
         self._readings = 0
         self.steps = 0
@@ -152,24 +164,29 @@ class Engine:
 
     def step(self) -> list[Chunk]:
         """One forward pass over what the scheduler chose, and what follows from its tokens; returns what it chose."""
-        chunks = self.scheduler.plan()
+        chunks = self._with_drafts(self.scheduler.plan())
         self._runner.copy_blocks(self.scheduler.take_copies())
         self._watch(chunks)
-        self.forked = []
-        for chunk, row in self._forward(chunks):
-            self.scheduler.computed(chunk)
-            if row is not None:
-                self._start_forks(chunk.sequence, row)
-                self._next_token(chunk.sequence, row)
+        self.forked, self.accepted = [], []
+        for chunk, rows in self._forward(chunks):
+            self.scheduler.computed(chunk.sequence, chunk.count)
+            if rows:
+                self._start_forks(chunk.sequence, rows[0])
+                self._commit(chunk, rows)
         self.steps += 1
         return chunks
+
+    def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
+        if self._speculator is None:
+            return chunks
+        return self.scheduler.with_drafts(chunks, self._speculator.propose(chunks))
 
     def _start_forks(self, parent: Sequence, row: Row) -> None:
         """Forks draw their first token from their parent's logits, each with its own randomness."""
         for child in self._parked.pop(parent.request_id, []):
             if self.scheduler.fork(parent, child):
                 self.forked.append(child.request_id)
-                self._next_token(child, row)
+                self._advance(child, judge(row, None, None, child.request.sampling, child.generator))
 
     def _watch(self, chunks: list[Chunk]) -> None:
         """End the head of the queue when nothing at all has moved for `STALL_PASSES` passes."""
@@ -180,11 +197,11 @@ class Engine:
             self._fail(head, f"no KV blocks became available in {self._stalled} passes of an idle engine")
             self._stalled = 0
 
-    def _forward(self, chunks: list[Chunk]) -> list[tuple[Chunk, Row | None]]:
-        """Chunks computed, each with its row of logits (None for those that don't complete).
+    def _forward(self, chunks: list[Chunk]) -> list[tuple[Chunk, list[Row]]]:
+        """Chunks computed, each with its rows of logits (none for those that don't complete).
 
-        A pass that raises is repeated chunk by chunk, so that only the one that can't be computed fails: writing the
-        same keys and values to the same slots again does no harm.
+        A pass that raises is repeated chunk by chunk, and at last without a draft, so that only the request that can't
+        be computed fails: writing the same keys and values to the same slots again does no harm.
         """
         if not chunks:
             return []
@@ -193,16 +210,56 @@ class Engine:
         except Exception as error:
             if len(chunks) > 1:
                 return [pair for chunk in chunks for pair in self._forward([chunk])]
+            if chunks[0].draft.tokens:
+                return self._forward([self._without_draft(chunks[0])])
             log.exception("request %s failed in the model", chunks[0].sequence.request_id)
             self._fail(chunks[0].sequence, f"the model failed on this request: {type(error).__name__}")
             return []
-        return [(chunk, next(rows) if chunk.completes else None) for chunk in chunks]
+        counts = [1 + len(chunk.draft.tokens) if chunk.completes else 0 for chunk in chunks]
+        return [self._sound(chunk, list(islice(rows, count))) for chunk, count in zip(chunks, counts, strict=True)]
 
-    def _next_token(self, sequence: Sequence, row: Row) -> None:
-        chosen = sample(row, sequence.request.sampling, sequence.generator)
+    def _sound(self, chunk: Chunk, rows: list[Row]) -> tuple[Chunk, list[Row]]:
+        """The chunk and its rows, without a draft that the model has no finite answer to."""
+        if all(row.finite for row in rows[1:]):
+            return chunk, rows
+        self._runner.erase(chunk.sequence.slots(chunk.width)[chunk.count :])
+        return self._without_draft(chunk), rows[:1]
+
+    def _without_draft(self, chunk: Chunk) -> Chunk:
+        self.scheduler.trim(chunk.sequence, chunk.count)
+        return Chunk(chunk.sequence, chunk.count)
+
+    def _commit(self, chunk: Chunk, rows: list[Row]) -> None:
+        """What follows from a chunk's logits: one token, and one more for each drafted token that stands.
+
+        Each accepted token is booked as computed before the next one is chosen, as if it had had a step of its own.
+        """
+        sequence, draft = chunk.sequence, chunk.draft
+        accepted = 0
+        for drafted, proposed, row in zip((*draft.tokens, None), (*draft.odds, None), rows, strict=True):
+            if accepted:
+                self.scheduler.computed(sequence, 1)
+            verdict = judge(row, drafted, proposed, sequence.request.sampling, sequence.generator)
+            accepted += verdict.accepted
+            if not self._advance(sequence, verdict) or not verdict.accepted:
+                break
+        if draft.tokens:
+            self._settle(chunk, accepted)
+
+    def _settle(self, chunk: Chunk, accepted: int) -> None:
+        """Roll back what was not accepted, and book the draft's fate."""
+        self.accepted.append(accepted)
+        if chunk.sequence.request_id in self._live:
+            self.scheduler.trim(chunk.sequence)
+        if self._speculator is not None:
+            self._speculator.observe(chunk.sequence, len(chunk.draft.tokens), accepted)
+
+    def _advance(self, sequence: Sequence, verdict: Verdict) -> bool:
+        """Take the next token; False: the sequence has ended."""
+        chosen = verdict.chosen
         if chosen is None:
             self._fail(sequence, "the model produced NaN or infinity for this request")
-            return
+            return False
         sequence.tokens.append(chosen.token)
         self.tally.generated_tokens += 1
         reason = _finish_reason(sequence, chosen)
@@ -210,6 +267,7 @@ class Engine:
             self._end(sequence)
             self.tally.finished += 1
         self._emit(sequence, _output(sequence, chosen, reason))
+        return sequence.request_id in self._live
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         own = [block for block in sequence.table if self.pool.references(block) == 1]
@@ -222,6 +280,8 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request_id]
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
         for siblings in self._parked.values():
             if sequence in siblings:
                 siblings.remove(sequence)
@@ -276,6 +336,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Hold the pool's books against all block tables; see `BlockPool.check_integrity`."""
         self.pool.check_integrity(sequence.table for sequence in self.scheduler.live())
+        if self._speculator is not None:
+            self._speculator.check_integrity()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -328,6 +390,7 @@ class Engine:
 
     def _counters(self) -> Counters:
         mine, queue = self.tally, self.scheduler.tally
+        drafts = SpeculationTally() if self._speculator is None else self._speculator.tally
         return Counters(
             admitted=mine.admitted,
             finished=mine.finished,
@@ -341,6 +404,8 @@ class Engine:
             prefix_hit_tokens=queue.prefix_hit_tokens,
             evicted_blocks=mine.evicted_blocks,
             evicted_tokens=mine.evicted_tokens,
+            drafted_tokens=drafts.drafted_tokens,
+            accepted_tokens=drafts.accepted_tokens,
         )
 
 

@@ -58,10 +58,10 @@ class FakeRunner:
         for chunk in chunks:
             if self._fail is not None:
                 self._fail(chunk)
-            last = self._write(chunk)
-            if chunk.completes:
+            values = self._write(chunk)
+            for value in values[chunk.count - 1 :] if chunk.completes else ():
                 row = torch.zeros(self._vocabulary)
-                row[last % self._vocabulary] = 1.0
+                row[value % self._vocabulary] = 1.0
                 rows.append(row)
         return torch.stack(rows) if rows else torch.empty(0, self._vocabulary)
 
@@ -71,19 +71,25 @@ class FakeRunner:
         for target, slots in content.items():
             self.slots[target * size : (target + 1) * size] = slots
 
+    def erase(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.slots[slot] = None
+
     def scrub(self, blocks: list[int]) -> None:
         for block in blocks:
             start = block * self._block_tokens
             self.slots[start : start + self._block_tokens] = [None] * self._block_tokens
 
-    def _write(self, chunk: Chunk) -> int:
+    def _write(self, chunk: Chunk) -> list[int]:
+        """Numbers of the chunk's tokens, drafts included."""
         sequence = chunk.sequence
         value = self._read(sequence.table, sequence.kept - 1) if sequence.kept else 0
-        for i, slot in enumerate(sequence.slots(chunk.count)):
-            position = sequence.computed + i
-            value = mix(value, sequence.tokens[position], position)
+        values = []
+        for i, (slot, token) in enumerate(zip(sequence.slots(chunk.width), chunk.tokens, strict=True)):
+            value = mix(value, token, sequence.computed + i)
             self.slots[slot] = value
-        return value
+            values.append(value)
+        return values
 
     def _read(self, table: list[int], row: int) -> int:
         value = self.slots[table[row // self._block_tokens] * self._block_tokens + row % self._block_tokens]

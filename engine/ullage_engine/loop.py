@@ -173,10 +173,11 @@ class EngineLoop:
         began = self._clock()
         chunks = self._engine.step()
         stats = StepStats(
-            tokens=sum(chunk.count for chunk in chunks),
+            tokens=sum(chunk.width for chunk in chunks),
             sequences=len(chunks),
             duration_s=self._clock() - began,
             queued_s=self._first_worked_on(chunks, began),
+            accepted=tuple(self._engine.accepted),
         )
         for listener in self._listeners:
             listener(stats)

@@ -24,6 +24,7 @@ from ullage_engine.config import (
     EVICTION_POLICIES,
     KV_TYPES,
     NUMERICS,
+    SPECULATIONS,
     EngineConfig,
     ServerConfig,
     TcpAddress,
@@ -106,9 +107,17 @@ def _add_cache_options(group: argparse._ArgumentGroup) -> None:
         ("--max-queue", defaults.max_queue, "requests waiting at once"),
         ("--protected-tokens", defaults.protected_tokens, "first tokens never evicted"),
         ("--recent-tokens", defaults.recent_tokens, "last tokens never evicted"),
+        ("--speculation-tokens", defaults.speculation_tokens, "tokens drafted at most for a sequence in a step"),
     ):
         group.add_argument(flag, type=_whole, default=default, metavar="N", help=f"{text} (%(default)s)")
     group.add_argument("--eviction-policy", choices=EVICTION_POLICIES, default=defaults.eviction_policy)
+    group.add_argument(
+        "--speculation",
+        choices=SPECULATIONS,
+        default=defaults.speculation,
+        help="draft coming tokens from the request's own text, or by --draft-model (%(default)s)",
+    )
+    group.add_argument("--draft-model", metavar="SRC", help="smaller model of the same vocabulary")
     group.add_argument("--no-prefix-reuse", action="store_true", help="compute every prompt anew")
 
 
@@ -175,6 +184,9 @@ def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
         threads=parsed.threads,
         cpu_kernels=parsed.cpu_kernels,
         numerics=parsed.numerics,
+        speculation=parsed.speculation,
+        draft_model=parsed.draft_model,
+        speculation_tokens=parsed.speculation_tokens,
         eviction_policy=parsed.eviction_policy,
         protected_tokens=parsed.protected_tokens,
         recent_tokens=parsed.recent_tokens,

@@ -31,6 +31,7 @@ Latency = dict[str, list[tuple[float | None, int]]]
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_DRAFT_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -88,6 +89,8 @@ COUNTERS = {
     "prefix_hit_tokens": ("prefix_hit_tokens", "Of those, tokens found."),
     "evicted_blocks": ("evicted_blocks", "Blocks freed by eviction."),
     "evicted_tokens": ("evicted_tokens", "Tokens of live sequences dropped by eviction."),
+    "drafted_tokens": ("drafted_tokens", "Tokens proposed by speculation and verified."),
+    "accepted_tokens": ("accepted_tokens", "Of those, tokens that stood."),
 }
 """Fields of `snapshot.Counters`, each with its metric's name and text."""
 
@@ -166,6 +169,12 @@ class StepMetrics:
         self.sequences = Histogram(
             PREFIX + "step_sequences", "Sequences worked on in a step.", buckets=_COUNT_BUCKETS, registry=registry
         )
+        self.accepted = Histogram(
+            PREFIX + "draft_accepted_length_tokens",
+            "Tokens of a verified draft that stood.",
+            buckets=_DRAFT_BUCKETS,
+            registry=registry,
+        )
         self.queued = Histogram(
             PREFIX + "queue_seconds",
             "From a request's submission to the first step that works on it.",
@@ -178,6 +187,8 @@ class StepMetrics:
         self.duration.observe(stats.duration_s)
         self.tokens.observe(stats.tokens)
         self.sequences.observe(stats.sequences)
+        for length in stats.accepted:
+            self.accepted.observe(length)
         for seconds in stats.queued_s:
             self.queued.observe(seconds)
 

@@ -260,6 +260,21 @@ def read_config(folder: Path) -> Any:
         raise ModelError(f"--model: {folder / 'config.json'} cannot be read: {_first_line(error)}") from error
 
 
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token ids by token, added ones included.
+
+    Raises:
+        ModelError: transformers can't load the tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokens: dict[str, int] = AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab()
+    except Exception as error:  # as above
+        raise ModelError(f"--model: the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
+    return tokens
+
+
 def load(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """Weights, with the paged attention function set, and tokenizer.
 

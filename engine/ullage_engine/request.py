@@ -37,6 +37,8 @@ class GenerationRequest:
     sampling: SamplingParams
     tenant: str = ""
     """Prompts reuse each other's blocks within a tenant only, so that timing tells nobody what others asked."""
+    speculation: bool = True
+    """Whether tokens may be drafted for it, where the engine speculates."""
     fork_of: str | None = None
     """Another request with the same prompt, submitted before: its prompt is computed once for both if it still runs."""
 

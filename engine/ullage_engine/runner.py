@@ -48,7 +48,7 @@ class ModelRunner:
             tokens.extend(chunk.tokens)
             positions.extend(range(start, start + chunk.width))
             if chunk.completes:
-                last.extend(range(len(tokens) - 1 - len(chunk.drafts), len(tokens)))
+                last.extend(range(len(tokens) - 1 - len(chunk.draft.tokens), len(tokens)))
         output = self._model(
             input_ids=torch.tensor([tokens], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
@@ -64,6 +64,14 @@ class ModelRunner:
         """Copy whole blocks, source by target."""
         if copies:
             self.store.copy_blocks([*copies.values()], [*copies])
+
+    def erase(self, slots: list[int]) -> None:
+        """Zero the rows of single tokens."""
+        layout = self.store.layout
+        zeros = torch.zeros((len(slots), layout.kv_heads, layout.head_size), device=self._device)
+        where = torch.tensor(slots, device=self._device)
+        for layer in range(layout.layers):
+            self.store.write(layer, where, zeros, zeros)
 
     def scrub(self, blocks: list[int]) -> None:
         """Zero blocks whose content may hold NaN, before others get them."""

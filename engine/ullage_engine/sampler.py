@@ -22,13 +22,19 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's logits, with what one pass over all rows has found."""
+    """Logits of one position, with what one pass over all rows has found."""
 
     logits: torch.Tensor
     """[V] float32."""
     peak: float
     """The greatest; NaN where any is NaN."""
     likeliest: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether something can be chosen: one look is enough, as the greatest of numbers with a NaN among them is NaN,
+        and -inf everywhere leaves -inf."""
+        return math.isfinite(self.peak)
 
 
 def rows_of(logits: torch.Tensor) -> list[Row]:
@@ -41,10 +47,15 @@ def rows_of(logits: torch.Tensor) -> list[Row]:
 
 def sample(row: Row, params: SamplingParams, generator: torch.Generator | None) -> Sampled | None:
     """Choose one token; None where the model gave NaN or infinity, from which nothing can be chosen."""
-    # one look is enough: the greatest of numbers with a NaN among them is NaN, and -inf everywhere leaves -inf
-    if not math.isfinite(row.peak):
+    if not row.finite:
         return None
-    token = row.likeliest if params.temperature == 0 else _draw(row.logits, params, generator)
+    greedy = params.temperature == 0
+    token = row.likeliest if greedy else draw(distribution(row.logits, params), generator)
+    return described(row, token, params)
+
+
+def described(row: Row, token: int, params: SamplingParams) -> Sampled:
+    """A chosen token with the log probabilities asked for."""
     if params.logprobs is None:
         return Sampled(token)
     logprobs = row.logits.float().log_softmax(-1)
@@ -53,12 +64,18 @@ def sample(row: Row, params: SamplingParams, generator: torch.Generator | None) 
     return Sampled(token, float(logprobs[token]), top)
 
 
-def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
+def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """[V] float64 probabilities of finite logits [V], after a temperature above 0 and top-p."""
     # double, and the peak moved to 0 first: tiny temperatures then sharpen instead of overflowing
     probs = ((logits.double() - logits.double().max()) / params.temperature).softmax(-1)
     if params.top_p >= 1.0:
-        return int(torch.multinomial(probs, 1, generator=generator))
+        return probs
     ordered, indices = probs.sort(descending=True)
     # a token stays when the mass before it is below top_p, so the likeliest always does
-    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= params.top_p, 0.0)
-    return int(indices[torch.multinomial(ordered, 1, generator=generator)])
+    kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= params.top_p, 0.0)
+    return torch.zeros_like(probs).scatter_(0, indices, kept / kept.sum())
+
+
+def draw(weights: torch.Tensor, generator: torch.Generator | None) -> int:
+    """One index of weights [V] of a sum above 0, with a chance in proportion."""
+    return int(torch.multinomial(weights, 1, generator=generator))

@@ -13,17 +13,19 @@ Pure bookkeeping on sequences and the pool: no tensors, no clock, no model. One 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ullage_engine.errors import PoolExhausted
 from ullage_engine.pool import BlockPool
 from ullage_engine.sequence import Sequence
+from ullage_engine.speculation.base import Draft
 
 MAX_PASSED_OVER = 64
 """Admissions of others that a blocked request tolerates before nobody may pass it."""
 MAX_SCANNED = 32
 """Waiting requests looked at in one pass."""
+NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +35,19 @@ class Chunk:
     sequence: Sequence
     count: int
     """Of the sequence's own tokens."""
-    drafts: tuple[int, ...] = ()
+    draft: Draft = NO_DRAFT
     """Proposed tokens after its newest one, computed along with it to be verified."""
 
     @property
     def width(self) -> int:
         """Tokens to compute, drafts included."""
-        return self.count + len(self.drafts)
+        return self.count + len(self.draft.tokens)
 
     @property
     def tokens(self) -> list[int]:
         """The tokens to compute."""
         start = self.sequence.computed
-        return [*self.sequence.tokens[start : start + self.count], *self.drafts]
+        return [*self.sequence.tokens[start : start + self.count], *self.draft.tokens]
 
     @property
     def completes(self) -> bool:
@@ -107,13 +109,31 @@ class Scheduler:
             budget -= count
         return chunks
 
-    def computed(self, chunk: Chunk) -> None:
-        """Book a chunk whose keys and values are now in the cache; publishes blocks that became full."""
-        sequence = chunk.sequence
+    def with_drafts(self, chunks: list[Chunk], drafts: Mapping[Sequence, Draft]) -> list[Chunk]:
+        """A plan with as much of the drafts as its token budget and blocks that are free anyway allow.
+
+        Nobody is preempted or kept waiting for a draft, nor is a cached block given up: what a draft takes, `trim`
+        gives back in the same step.
+        """
+        left = self._max_batch_tokens - sum(chunk.count for chunk in chunks)
+        planned = []
+        for chunk in chunks:
+            draft = drafts.get(chunk.sequence, NO_DRAFT).first(left)
+            draft = draft.first(self._spare_room(chunk, len(draft.tokens)))
+            left -= len(draft.tokens)
+            planned.append(Chunk(chunk.sequence, chunk.count, draft))
+        return planned
+
+    def trim(self, sequence: Sequence, coming: int = 0) -> None:
+        """Give back blocks beyond those for the computed tokens and `coming` more."""
+        self._pool.release(sequence.drop_tail(coming))
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """Book `count` more tokens whose keys and values are now in the cache; publishes blocks that became full."""
         before = sequence.kept
-        recomputed = min(sequence.recompute_until, sequence.computed + chunk.count) - sequence.computed
+        recomputed = min(sequence.recompute_until, sequence.computed + count) - sequence.computed
         self.tally.recomputed_tokens += max(0, recomputed)
-        sequence.computed += chunk.count
+        sequence.computed += count
         size = sequence.block_tokens
         for index in range(before // size, -(-sequence.kept // size)):
             self._pool.set_filled(sequence.table[index], min(size, sequence.kept - index * size))
@@ -140,6 +160,14 @@ class Scheduler:
         if missing > 0:
             sequence.append_blocks(self._pool.allocate(missing))
         return True
+
+    def _spare_room(self, chunk: Chunk, wanted: int) -> int:
+        """How many of `wanted` drafted tokens have a place, in the table's blocks and in free ones."""
+        sequence, end = chunk.sequence, chunk.sequence.kept + chunk.count
+        blocks = min(self._blocks_for(end + wanted) - len(sequence.table), self._pool.free)
+        if wanted and blocks > 0:
+            sequence.append_blocks(self._pool.allocate(blocks))
+        return min(wanted, sequence.capacity - end)
 
     def _missing(self, sequence: Sequence, count: int) -> int:
         return self._blocks_for(sequence.kept + count) - len(sequence.table) + self._tail_is_shared(sequence)

@@ -7,6 +7,9 @@ Four lengths, never mixed up:
 - `kept`: rows present in the block table, `computed - dropped`;
 - `capacity`: rows that the table's blocks could hold.
 
+Tokens that speculation drafts are none of these: within a step their keys and values lie between `kept` and `capacity`,
+and at its end those that were accepted have become tokens, and blocks that hold others only are given back.
+
 A dense sequence keeps whole blocks for all heads alike, so its table is one list. Eviction takes whole blocks out of
 the middle; what remains keeps its position, because past keys carry RoPE already.
 """
@@ -112,6 +115,13 @@ class Sequence:
         self.starts = [start for i, start in enumerate(self.starts) if i not in gone]
         self.dropped += len(blocks) * self.block_tokens
         self.publishing = False
+        return blocks
+
+    def drop_tail(self, coming: int) -> list[int]:
+        """Take blocks beyond the kept rows and `coming` more out of the table; returns their ids."""
+        used = -(-(self.kept + coming) // self.block_tokens)
+        blocks = self.table[used:]
+        del self.table[used:], self.starts[used:]
         return blocks
 
     def reset(self) -> list[int]:

@@ -69,10 +69,12 @@ def block_count(
     activations: int,
     memory: Memory,
     kv_fraction: float | None = None,
+    beside: int = 0,
 ) -> int:
     """Blocks to allocate.
 
     Args:
+        beside: bytes that each block takes elsewhere too: a draft model's cache of the same tokens.
         kv_memory: bytes asked for; None: a share of what is left.
         kv_fraction: that share; None: `DEFAULT_SHARE`, but never above `DEFAULT_CEILING`.
         weights: bytes still to be loaded.
@@ -91,17 +93,18 @@ def block_count(
     if kv_fraction is None and memory.shared:
         share = min(share, DEFAULT_CEILING)
     wanted = share if kv_memory is None else kv_memory
-    blocks, least = wanted // layout.block_bytes, MIN_BLOCKS * layout.block_bytes
+    each = layout.block_bytes + beside
+    blocks, least = wanted // each, MIN_BLOCKS * each
     if blocks < MIN_BLOCKS:
         raise SizingError(
-            f"--kv-memory: {_mib(wanted)} holds {blocks} blocks of {layout.block_bytes} bytes; at least {least} bytes "
+            f"--kv-memory: {_mib(wanted)} holds {blocks} blocks of {each} bytes; at least {least} bytes "
             f"({MIN_BLOCKS} blocks) are needed"
         )
     if wanted > left:
         raise SizingError(
             f"--kv-memory: {_mib(wanted)} does not fit: {memory.source} leaves {_mib(memory.available)}, minus weights "
             f"{_mib(weights)}, minus activations {_mib(activations)}, is {_mib(left)}; the largest that fits is "
-            f"{left // layout.block_bytes * layout.block_bytes} bytes"
+            f"{left // each * each} bytes"
         )
     return blocks
 

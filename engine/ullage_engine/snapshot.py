@@ -45,6 +45,10 @@ class Counters:
     evicted_blocks: int = 0
     evicted_tokens: int = 0
     """Tokens of live sequences whose keys and values were dropped."""
+    drafted_tokens: int = 0
+    """Tokens proposed by speculation that were verified."""
+    accepted_tokens: int = 0
+    """Of those, tokens that stood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

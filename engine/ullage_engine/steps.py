@@ -14,12 +14,14 @@ class StepStats:
     """One step that computed something."""
 
     tokens: int
-    """Tokens computed, prefill and decode together."""
+    """Tokens computed, prefill, decode and drafts together."""
     sequences: int
     """Sequences they belong to."""
     duration_s: float
     queued_s: tuple[float, ...] = ()
     """Of each request that this step was the first to work on: seconds from its submission to the step's begin."""
+    accepted: tuple[int, ...] = ()
+    """Of each draft that was verified, how many of its tokens stood."""
 
 
 StepListener = Callable[[StepStats], None]

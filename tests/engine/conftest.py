@@ -59,6 +59,8 @@ def fake_engine() -> Callable[..., Any]:
     from ullage_engine.pool import BlockPool
     from ullage_engine.prefix import PrefixIndex, blake2b_128
     from ullage_engine.scheduler import Scheduler
+    from ullage_engine.speculation.control import Costs
+    from ullage_engine.speculation.speculator import Speculator
 
     def make(
         blocks: int = 16,
@@ -71,6 +73,7 @@ def fake_engine() -> Callable[..., Any]:
         reuse: bool = True,
         hasher: Any = blake2b_128,
         fail: Any = None,
+        proposer: Any = None,
     ) -> tuple[Any, Any]:
         runner = FakeRunner(blocks, block_tokens, vocabulary, fail)
         pool = BlockPool(blocks, block_tokens, PrefixIndex("salt", block_tokens, hasher))
@@ -81,6 +84,7 @@ def fake_engine() -> Callable[..., Any]:
             pool=pool,
             scheduler=scheduler,
             protection=Protection(first_tokens=first, recent_tokens=recent),
+            speculator=Speculator(proposer, Costs(row=0.0), longest=4) if proposer else None,
         )
         return engine, runner
 

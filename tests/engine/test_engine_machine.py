@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from ullage_engine.fake_runner import expected_tokens, mix
 from ullage_engine.prefix import blake2b_128
 from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from ullage_engine.speculation.ngram import NgramProposer
 
 BLOCKS, SIZE, VOCABULARY = 12, 4, 3
 HASHERS = {
@@ -40,10 +41,14 @@ class EngineMachine(RuleBasedStateMachine):
     make: Any
 
     @initialize(
-        budget=st.integers(4, 24), sequences=st.integers(1, 4), reuse=st.booleans(), hasher=st.sampled_from([*HASHERS])
+        budget=st.integers(4, 24),
+        sequences=st.integers(1, 4),
+        reuse=st.booleans(),
+        hasher=st.sampled_from([*HASHERS]),
+        speculate=st.booleans(),
     )
-    def build(self, budget: int, sequences: int, reuse: bool, hasher: str) -> None:
-        options = {"hasher": HASHERS[hasher]}
+    def build(self, budget: int, sequences: int, reuse: bool, hasher: str, speculate: bool) -> None:
+        options = {"hasher": HASHERS[hasher], "proposer": NgramProposer() if speculate else None}
         self.engine, self.runner = type(self).make(
             BLOCKS, SIZE, VOCABULARY, budget, sequences, first=4, recent=4, reuse=reuse, **options
         )
@@ -143,7 +148,8 @@ def test_two_hundred_thousand_operations(fake_engine: Any) -> None:
 def _episode(machine: type[EngineMachine], seed: int, operations: int) -> int:
     random = Random(seed)
     one = machine()
-    one.build(random.randint(4, 24), random.randint(1, 4), random.random() < 0.8, random.choice([*HASHERS]))
+    hasher = random.choice([*HASHERS])
+    one.build(random.randint(4, 24), random.randint(1, 4), random.random() < 0.8, hasher, random.random() < 0.5)
     moves = {
         "step": lambda: one.step(),
         "submit": lambda: one.submit(

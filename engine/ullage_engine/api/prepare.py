@@ -179,6 +179,7 @@ class Preparer:
             sampling=sampling,
             tenant=body.cache_salt or "",
             fork_of=fork_of,
+            speculation=body.speculation is not False,
         )
         return Plan(request, answer)
 

@@ -102,6 +102,8 @@ class GenerationBody(BaseModel):
     """Go on past the model's end token; for load tests."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Keep this prompt's cache apart from those with another salt (or none): one a tenant."""
+    speculation: bool | None = None
+    """False: draft no tokens for this request, where the engine would."""
 
     @field_validator("stop")
     @classmethod

@@ -1,0 +1,1 @@
+"""Speculative decoding: tokens proposed cheaply, verified by the model in one pass, kept where it agrees."""
