@@ -37,6 +37,7 @@ def make_engine(
         pool=pool,
         scheduler=scheduler,
         protection=Protection(first_tokens=options.get("first", 16), recent_tokens=options.get("recent", 16)),
+        speculator=options.get("speculator"),
     )
 
 

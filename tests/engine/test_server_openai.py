@@ -363,3 +363,12 @@ async def test_cache_salt_keeps_tenants_apart(core: FakeCore, open_engine: Open)
         with pytest.raises(openai.BadRequestError, match="cache_salt"):
             await api.completions.create(model="fake", prompt="Hello", extra_body={"cache_salt": ""})
     assert [request.tenant for request in core.submitted] == ["tenant-a", "tenant-a", "", ""]
+
+
+async def test_a_request_says_whether_tokens_may_be_drafted_for_it(core: FakeCore, open_engine: Open) -> None:
+    async with client(open_engine) as api:
+        for extra in ({}, {"speculation": None}, {"speculation": True}, {"speculation": False}):
+            await api.completions.create(model="fake", prompt="Hello", max_tokens=2, extra_body=extra)
+        with pytest.raises(openai.BadRequestError, match="speculation"):
+            await api.completions.create(model="fake", prompt="Hello", extra_body={"speculation": "no"})
+    assert [request.speculation for request in core.submitted] == [True, True, True, False]
