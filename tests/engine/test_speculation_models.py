@@ -109,13 +109,14 @@ def told(outputs: Mapping[str, list[TokenOutput]]) -> dict[str, list[dict[str, A
 
 def engine_for(model: Any, seed: int | None, proposer: Proposer | None, kernels: Any = None) -> Engine:
     random = Random(seed)
+    alone = seed is None
     return make_engine(
         model,
         "fp8",
-        blocks=random.choice((24, 60)),
-        size=random.choice((8, 16)),
-        budget=random.choice((10, 40)),
-        sequences=1 if seed is None else random.randint(2, 10),
+        blocks=60 if alone else random.choice((24, 60)),
+        size=8,
+        budget=96 if alone else random.choice((10, 40)),
+        sequences=1 if alone else random.randint(2, 10),
         invariant=True,
         kernels=kernels,
         speculator=None if proposer is None else speculator(proposer),
