@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from ullage_engine.ahead import RunAhead
+from ullage_engine.decode_graphs import Flight
 from ullage_engine.eviction import EvictionPlan, Protection, evict, plan_eviction, share_of
 from ullage_engine.pool import BlockPool
 from ullage_engine.request import AdmissionLimit, FinishReason, GenerationRequest, Sink, TokenOutput
@@ -74,6 +76,10 @@ class Runner(Protocol):
         """
         ...
 
+    def launch(self, chunks: list[Chunk], ahead_of: Flight | None = None) -> Flight | None:
+        """See `ahead.Launcher`."""
+        ...
+
     def copy_blocks(self, copies: dict[int, int]) -> None:
         """Copy whole blocks, source by target; all sources are read before any target is written."""
         ...
@@ -105,6 +111,7 @@ class Engine:
         self.pool = pool
         self.scheduler = scheduler
         self._runner = runner
+        self._ahead = RunAhead(runner, scheduler)
         self._protection = protection
         self._speculator = speculator
         self._clock = clock
@@ -164,16 +171,22 @@ class Engine:
 
     def step(self) -> list[Chunk]:
         """One forward pass over what the scheduler chose, and what follows from its tokens; returns what it chose."""
-        chunks = self._with_drafts(self.scheduler.plan())
-        self._runner.copy_blocks(self.scheduler.take_copies())
-        self._watch(chunks)
+        chunks = self._ahead.flying() or self._plan()
         self.forked, self.accepted = [], []
-        for chunk, rows in self._forward(chunks):
+        # drafts are proposed from the newest token, which a step run ahead does not know
+        ahead = self._ahead.results(chunks) if self._speculator is None else None
+        for chunk, rows in self._forward(chunks) if ahead is None else ahead:
             self.scheduler.computed(chunk.sequence, chunk.count)
             if rows:
                 self._start_forks(chunk.sequence, rows[0])
                 self._commit(chunk, rows)
         self.steps += 1
+        return chunks
+
+    def _plan(self) -> list[Chunk]:
+        chunks = self._with_drafts(self.scheduler.plan())
+        self._runner.copy_blocks(self.scheduler.take_copies())
+        self._watch(chunks)
         return chunks
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from ullage_engine import cuda
 from ullage_engine.kernels import dispatch
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.kernels.dispatch import Backend
@@ -59,7 +60,7 @@ class BlockStore:
     def allocator_bytes(self) -> tuple[int, int]:
         """Bytes that torch's allocator has reserved and, of those, handed out; on a CPU the store itself."""
         if self.data.device.type == "cuda":
-            return torch.cuda.memory_reserved(self.data.device), torch.cuda.memory_allocated(self.data.device)
+            return cuda.allocator_bytes(self.data.device)
         return self.nbytes, self.nbytes
 
     @cached_property

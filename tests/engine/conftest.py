@@ -74,8 +74,9 @@ def fake_engine() -> Callable[..., Any]:
         hasher: Any = blake2b_128,
         fail: Any = None,
         proposer: Any = None,
+        device: Any = None,
     ) -> tuple[Any, Any]:
-        runner = FakeRunner(blocks, block_tokens, vocabulary, fail)
+        runner = FakeRunner(blocks, block_tokens, vocabulary, fail, device)
         pool = BlockPool(blocks, block_tokens, PrefixIndex("salt", block_tokens, hasher))
         scheduler = Scheduler(pool, max_batch_tokens=budget, max_sequences=sequences, prefix_reuse=reuse)
         engine = Engine(

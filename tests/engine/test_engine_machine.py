@@ -125,9 +125,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.snapshot(None, draining=False).slots_filled == 0
         for name, request in self.requests.items():
             tokens = [output.token for output in self.outputs[name]]
-            wanted = expected_tokens(request.prompt, request.sampling.max_tokens, VOCABULARY)
+            wanted, reason = self.wanted(request)
             assert tokens == (wanted[: len(tokens)] if name in self.aborted else wanted)
-            assert name in self.aborted or self.outputs[name][-1].finish_reason == "length"
+            assert name in self.aborted or self.outputs[name][-1].finish_reason == reason
+
+    def wanted(self, request: GenerationRequest) -> tuple[list[int], str]:
+        """The tokens of an answer, and why it ends."""
+        return expected_tokens(request.prompt, request.sampling.max_tokens, VOCABULARY), "length"
 
 
 def test_any_order_of_operations(fake_engine: Any) -> None:
