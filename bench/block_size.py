@@ -28,6 +28,7 @@ from throughput import model_and_text
 from workload import mixed_lengths
 
 from ullage_engine import models
+from ullage_engine.cells import CellPool
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
 from ullage_engine.kernels.cpu import CpuKernels
@@ -126,7 +127,13 @@ def build(loaded: models.LoadedModel, kernels: CpuKernels | None, size: int, opt
         identity=EngineIdentity(model=loaded.name, version="0"),
         runner=ModelRunner(loaded.model, BlockStore(layout, blocks, "cpu", None, kernels), torch.device("cpu")),
         pool=pool,
-        scheduler=Scheduler(pool, max_batch_tokens=256, max_sequences=options.sequences, prefix_reuse=True),
+        scheduler=Scheduler(
+            pool,
+            max_batch_tokens=256,
+            max_sequences=options.sequences,
+            prefix_reuse=True,
+            cells=CellPool(pool, layout.cell_classes),
+        ),
         protection=Protection(first_tokens=0, recent_tokens=0),
     )
 

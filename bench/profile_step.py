@@ -27,6 +27,7 @@ from throughput import model_and_text
 
 from ullage_engine import attention, engine, fused, models
 from ullage_engine import runner as runner_module
+from ullage_engine.cells import CellPool
 from ullage_engine.config import CPU_KERNELS
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
@@ -115,6 +116,7 @@ def build(loaded: models.LoadedModel, options: argparse.Namespace, kernels: CpuK
             max_batch_tokens=max(options.prefill, options.sequences),
             max_sequences=options.sequences,
             prefix_reuse=False,
+            cells=CellPool(pool, layout.cell_classes),
         ),
         protection=Protection(first_tokens=0, recent_tokens=0),
     )

@@ -8,10 +8,11 @@ Non-goals: choosing blocks (`scheduler`) and byte geometry (`layout`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ullage_engine.cell_attention import tables_of
 from ullage_engine.kernels.tables import BlockTables, CellTables, Chunks
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
@@ -88,11 +89,27 @@ def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device, *, 
             several.append(Query(at, sequence, 0, chunk.width))
     # torch may sum in another order when there are more sequences; kernels don't
     apart = row_by_row and store.kernels is None
-    together = [[query] for query in single] if apart else [single] if single else []
-    parts = [Part(_tables(store, queries, device)) for queries in together]
-    if several:
-        parts.append(Part(_chunks(store, several, device)))
+    together = [[query] for query in single] if apart else _by_eviction(single)
+    parts = [_part(store, _tables(store, queries, device), queries) for queries in together]
+    parts.extend(_part(store, _chunks(store, queries, device), queries) for queries in _by_eviction(several))
     return Batch(store, torch.tensor(slots, device=device), tuple(parts))
+
+
+def _by_eviction(queries: list[Query]) -> list[list[Query]]:
+    """Sequences that hold cells apart from the others, whose results must not depend on whether there are any."""
+    kinds = [[query for query in queries if (query.sequence.cells is None) == dense] for dense in (True, False)]
+    return [kind for kind in kinds if kind]
+
+
+def _part(store: BlockStore, tables: BlockTables | Chunks, queries: list[Query]) -> Part:
+    held = [query.sequence.cells for query in queries if query.sequence.cells is not None]
+    if not held:
+        return Part(tables)
+    if isinstance(tables, BlockTables):
+        return Part(tables, tables_of(store, held, tables))
+    if not isinstance(tables.tables, BlockTables):
+        raise TypeError("a chunk's own rows lie in blocks")
+    return Part(tables, tuple(replace(tables, tables=cells) for cells in tables_of(store, held, tables.tables)))
 
 
 def _tables(store: BlockStore, queries: list[Query], device: torch.device) -> BlockTables:

@@ -10,7 +10,8 @@ serves only its own *class* (`CacheLayout.cell_classes`); places are dealt with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ullage_engine.errors import PoolExhausted
@@ -57,6 +58,11 @@ class CellPool:
     def usage(self) -> SplitUsage:
         return SplitUsage(len(self._used), len(self._used) * self.cells_per_block, sum(self._used.values()))
 
+    @property
+    def classes(self) -> Sequence[tuple[int, ...]]:
+        """The places of each class."""
+        return self._classes
+
     def used_in(self, block: int) -> int:
         return self._used[block]
 
@@ -64,6 +70,10 @@ class CellPool:
         """Whole blocks to split before `counts[class]` cells can be had."""
         short = (max(0, count - len(free)) for count, free in zip(counts, self._free, strict=True))
         return max((-(-n // len(places)) for n, places in zip(short, self._classes, strict=True)), default=0)
+
+    def obtainable(self, index: int) -> int:
+        """Cells of one class that an allocation can have."""
+        return len(self._free[index]) + self._pool.available * len(self._classes[index])
 
     def allocate(self, counts: Sequence[int]) -> list[list[int]]:
         """Cells of each class, from partly used split blocks first.
@@ -91,6 +101,64 @@ class CellPool:
                 self._mend(block)
                 whole += 1
         return whole
+
+    def adopt(self, blocks: Iterable[int]) -> None:
+        """Turn private, unpublished blocks of a sequence into split ones, all of whose cells it now holds."""
+        for block in blocks:
+            self._pool.set_filled(block, 0)  # from here on its rows are counted by cell
+            self._used[block] = self.cells_per_block
+
+    def spare_blocks(self, counts: Sequence[int] | None = None) -> int:
+        """Split blocks that would be whole if used cells lay as close together as they can.
+
+        Args:
+            counts: used cells of each class; None: those in use now.
+        """
+        used = self.used_by_class() if counts is None else counts
+        needed = max(-(-n // len(places)) for n, places in zip(used, self._classes, strict=True))
+        return len(self._used) - needed
+
+    def used_by_class(self) -> list[int]:
+        """Cells in use of each class."""
+        split = len(self._used)
+        return [split * len(places) - len(free) for places, free in zip(self._classes, self._free, strict=True)]
+
+    def count(self, cells: Iterable[int]) -> list[int]:
+        """How many of these cells are of each class."""
+        counts = Counter(self._class_of[cell % self.cells_per_block] for cell in cells)
+        return [counts[index] for index in range(len(self._classes))]
+
+    def mending(self) -> list[dict[int, int]]:
+        """Moves (target by source) that make all spare blocks whole again, one block's after the other.
+
+        The least used blocks are emptied into free cells of the others, the fullest first; nothing is changed.
+        """
+        order = sorted(self._used, key=lambda block: self._used[block])
+        spare, others = order[: self.spare_blocks()], order[self.spare_blocks() :]
+        targets = [
+            iter([cell for block in reversed(others) for cell in self._cells_of(block, index) if cell in free])
+            for index, free in enumerate(self._free)
+        ]
+        return [
+            {
+                cell: next(targets[index])
+                for index, free in enumerate(self._free)
+                for cell in self._cells_of(block, index)
+                if cell not in free
+            }
+            for block in spare
+        ]
+
+    def move(self, moves: Mapping[int, int]) -> int:
+        """Book cells as moved, target by source; returns how many blocks became whole again."""
+        for target in moves.values():
+            block, place = divmod(target, self.cells_per_block)
+            del self._free[self._class_of[place]][target]
+            self._used[block] += 1
+        return self.release(moves)
+
+    def _cells_of(self, block: int, index: int) -> list[int]:
+        return [block * self.cells_per_block + place for place in self._classes[index]]
 
     def _take(self, index: int, count: int) -> list[int]:
         free = self._free[index]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -15,15 +16,15 @@ from typing import Protocol
 
 import torch
 
-from ullage_engine.ahead import RunAhead
-from ullage_engine.decode_graphs import Flight
-from ullage_engine.eviction import EvictionPlan, Protection, evict, plan_eviction, share_of
+from ullage_engine.eviction import Protection
+from ullage_engine.evictor import CellStore, RowsLost
 from ullage_engine.pool import BlockPool
+from ullage_engine.reclaim import Reclaimer, Retention
 from ullage_engine.request import AdmissionLimit, FinishReason, GenerationRequest, Sink, TokenOutput
 from ullage_engine.sampler import Row, Sampled, rows_of
 from ullage_engine.scheduler import Chunk, Scheduler
 from ullage_engine.sequence import Sequence
-from ullage_engine.snapshot import BlockCounts, Counters, EngineSnapshot, EvictionReport
+from ullage_engine.snapshot import BlockCounts, CompactionReport, Counters, EngineSnapshot, EvictionReport
 from ullage_engine.speculation.accept import Verdict, judge
 from ullage_engine.speculation.speculator import SpeculationTally, Speculator
 
@@ -52,11 +53,9 @@ class RequestTally:
     aborted: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    evicted_blocks: int = 0
-    evicted_tokens: int = 0
 
 
-class Runner(Protocol):
+class Runner(CellStore, Protocol):
     """The model as the engine sees it: `runner.ModelRunner`, or `fake_runner.FakeRunner` in tests."""
 
     @property
@@ -76,10 +75,6 @@ class Runner(Protocol):
         """
         ...
 
-    def launch(self, chunks: list[Chunk], ahead_of: Flight | None = None) -> Flight | None:
-        """See `ahead.Launcher`."""
-        ...
-
     def copy_blocks(self, copies: dict[int, int]) -> None:
         """Copy whole blocks, source by target; all sources are read before any target is written."""
         ...
@@ -88,8 +83,8 @@ class Runner(Protocol):
         """Zero single tokens whose content may be unfit to lie beside others."""
         ...
 
-    def scrub(self, blocks: list[int]) -> None:
-        """Zero blocks whose content may be unfit for others."""
+    def scrub(self, blocks: list[int], cells: list[int]) -> None:
+        """Zero blocks and cells (ids) whose content may be unfit for others."""
         ...
 
 
@@ -105,14 +100,22 @@ class Engine:
         scheduler: Scheduler,
         protection: Protection,
         speculator: Speculator | None = None,
+        retention: Retention | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
         self.pool = pool
         self.scheduler = scheduler
+        self.reclaimer = Reclaimer(
+            pool=pool,
+            scheduler=scheduler,
+            store=runner,
+            protection=protection,
+            retention=retention or Retention(),
+            block_bytes=runner.block_bytes,
+            clock=clock,
+        )
         self._runner = runner
-        self._ahead = RunAhead(runner, scheduler)
-        self._protection = protection
         self._speculator = speculator
         self._clock = clock
         self._live: dict[str, Sequence] = {}
@@ -171,22 +174,17 @@ class Engine:
 
     def step(self) -> list[Chunk]:
         """One forward pass over what the scheduler chose, and what follows from its tokens; returns what it chose."""
-        chunks = self._ahead.flying() or self._plan()
+        chunks = self._with_drafts(self.scheduler.plan())
+        self._runner.copy_blocks(self.scheduler.take_copies())
+        self._watch(chunks)
         self.forked, self.accepted = [], []
-        # drafts are proposed from the newest token, which a step run ahead does not know
-        ahead = self._ahead.results(chunks) if self._speculator is None else None
-        for chunk, rows in self._forward(chunks) if ahead is None else ahead:
+        for chunk, rows in self._forward(chunks):
             self.scheduler.computed(chunk.sequence, chunk.count)
             if rows:
                 self._start_forks(chunk.sequence, rows[0])
                 self._commit(chunk, rows)
+        self._keep_budgets()
         self.steps += 1
-        return chunks
-
-    def _plan(self) -> list[Chunk]:
-        chunks = self._with_drafts(self.scheduler.plan())
-        self._runner.copy_blocks(self.scheduler.take_copies())
-        self._watch(chunks)
         return chunks
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
@@ -200,6 +198,15 @@ class Engine:
             if self.scheduler.fork(parent, child):
                 self.forked.append(child.request_id)
                 self._advance(child, judge(row, None, None, child.request.sampling, child.generator))
+
+    def _keep_budgets(self) -> None:
+        """Cut running sequences to their budgets where that is due."""
+        for sequence in tuple(self.scheduler.running):
+            try:
+                self.reclaimer.settle(sequence)
+            except RowsLost as error:
+                log.exception("request %s lost its keys and values", sequence.request_id)
+                self._fail(sequence, str(error))
 
     def _watch(self, chunks: list[Chunk]) -> None:
         """End the head of the queue when nothing at all has moved for `STALL_PASSES` passes."""
@@ -274,19 +281,20 @@ class Engine:
             self._fail(sequence, "the model produced NaN or infinity for this request")
             return False
         sequence.tokens.append(chosen.token)
+        kept = math.ceil(sequence.kept_tokens)
         self.tally.generated_tokens += 1
         reason = _finish_reason(sequence, chosen)
         if reason is not None:
             self._end(sequence)
             self.tally.finished += 1
-        self._emit(sequence, _output(sequence, chosen, reason))
+        self._emit(sequence, _output(sequence, chosen, reason, kept))
         return sequence.request_id in self._live
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         own = [block for block in sequence.table if self.pool.references(block) == 1]
         for block in own:
             self.pool.withdraw(block)
-        self._runner.scrub(own)
+        self._runner.scrub(own, sequence.cells.held if sequence.cells is not None else [])
         self._end(sequence)
         self.tally.failed += 1
         self._emit(sequence, _failure(sequence, error))
@@ -318,37 +326,21 @@ class Engine:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool) -> EvictionReport:
-        """Free cold blocks; exactly one of `ratio` (of occupied blocks) and `bytes_` is given."""
-        began = self._clock()
-        size = self._runner.block_bytes
-        occupied = self.pool.total - self.pool.free
-        wanted = -(-bytes_ // size) if bytes_ is not None else share_of(occupied, ratio or 0.0)
-        plan = plan_eviction(self.pool, self.scheduler.running, min(wanted, occupied), self._protection)
-        cached, live, tokens = (plan.cached, plan.live_blocks, 0) if dry_run else self._evict(plan)
-        return EvictionReport(
-            blocks_freed=cached + live,
-            bytes_freed=(cached + live) * size,
-            dropped=cached + live,
-            demoted=0,
-            cached_blocks=cached,
-            sequences_touched=len(plan.cold),
-            tokens_dropped=tokens or plan.live_blocks * self.pool.block_tokens,
-            eligible_blocks=plan.eligible,
-            requested_blocks=plan.requested,
-            duration_ms=(self._clock() - began) * 1e3,
-            dry_run=dry_run,
-        )
+    def evict(
+        self, *, ratio: float | None, bytes_: int | None, dry_run: bool, target_usage: float | None = None
+    ) -> EvictionReport:
+        """Free cold blocks; see `Reclaimer.evict`."""
+        return self.reclaimer.evict(ratio=ratio, bytes_=bytes_, target_usage=target_usage, dry_run=dry_run)
 
-    def _evict(self, plan: EvictionPlan) -> tuple[int, int, int]:
-        freed = evict(self.pool, plan)
-        self.tally.evicted_blocks += freed.cached + freed.live
-        self.tally.evicted_tokens += freed.tokens
-        return freed.cached, freed.live, freed.tokens
+    def compact(self, budget_ms: float) -> CompactionReport:
+        """Make split blocks whole again; see `Reclaimer.compact`."""
+        return self.reclaimer.compact(budget_ms)
 
     def check_integrity(self) -> None:
-        """Hold the pool's books against all block tables; see `BlockPool.check_integrity`."""
-        self.pool.check_integrity(sequence.table for sequence in self.scheduler.live())
+        """Hold the pools' books against all tables; see `BlockPool.check_integrity` and `CellPool.check_integrity`."""
+        live, cells = list(self.scheduler.live()), self.scheduler.cells
+        self.pool.check_integrity([*(sequence.table for sequence in live), cells.blocks])
+        cells.check_integrity(sequence.cells.held for sequence in live if sequence.cells is not None)
         if self._speculator is not None:
             self._speculator.check_integrity()
 
@@ -359,6 +351,7 @@ class Engine:
         self._readings += 1
         usage, scheduler = self.pool.usage(), self.scheduler
         reserved, allocated = self._runner.allocator_bytes()
+        slots_allocated, slots_filled = self.reclaimer.slots()
         return EngineSnapshot(
             instance=self.identity.instance,
             sequence=self._readings,
@@ -374,10 +367,11 @@ class Engine:
                 in_flight=0,
                 pinned=0,
             ),
+            cells=self.reclaimer.cell_counts(),
             largest_free_run=self.pool.largest_free_run(),
             largest_allocation=self.pool.available,
-            slots_allocated=usage.active * self.pool.block_tokens,
-            slots_filled=usage.slots_filled,
+            slots_allocated=slots_allocated,
+            slots_filled=slots_filled,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + self.parked,
             outstanding_blocks=self._outstanding_blocks(),
@@ -402,7 +396,7 @@ class Engine:
         return own + self.scheduler.coming_copies()
 
     def _counters(self) -> Counters:
-        mine, queue = self.tally, self.scheduler.tally
+        mine, queue, freed = self.tally, self.scheduler.tally, self.reclaimer.tally
         drafts = SpeculationTally() if self._speculator is None else self._speculator.tally
         return Counters(
             admitted=mine.admitted,
@@ -415,8 +409,8 @@ class Engine:
             generated_tokens=mine.generated_tokens,
             prefix_query_tokens=queue.prefix_query_tokens,
             prefix_hit_tokens=queue.prefix_hit_tokens,
-            evicted_blocks=mine.evicted_blocks,
-            evicted_tokens=mine.evicted_tokens,
+            evicted_blocks=freed.evicted_blocks,
+            evicted_tokens=freed.evicted_entries // self.scheduler.cells.cells_per_block,
             drafted_tokens=drafts.drafted_tokens,
             accepted_tokens=drafts.accepted_tokens,
         )
@@ -447,7 +441,7 @@ def _finish_reason(sequence: Sequence, chosen: Sampled) -> FinishReason | None:
     return "length" if sequence.remaining <= 0 else None
 
 
-def _output(sequence: Sequence, chosen: Sampled, reason: FinishReason | None) -> TokenOutput:
+def _output(sequence: Sequence, chosen: Sampled, reason: FinishReason | None, kept: int) -> TokenOutput:
     return TokenOutput(
         request_id=sequence.request_id,
         token=chosen.token,
@@ -455,4 +449,6 @@ def _output(sequence: Sequence, chosen: Sampled, reason: FinishReason | None) ->
         top_logprobs=chosen.top,
         finish_reason=reason,
         cached_tokens=sequence.cached_tokens,
+        kept_tokens=kept,
+        dropped_tokens=sequence.computed - kept,
     )

@@ -1,18 +1,23 @@
-"""Which blocks to give up when asked to free memory: cached ones first, then cold tokens of live sequences.
+"""Which blocks to give up when asked to free memory, from what costs nothing to what costs answers most.
 
-Policies only choose (`plan_eviction` is pure reading); `evict` then acts through the pool, all of a plan in one go
-between two steps. Positions are never renumbered, and a block that another sequence shares is never touched.
+1. cached blocks, which nobody reads now;
+2. split blocks that moving cells makes whole, without any loss;
+3. cold blocks of live sequences: whole ones between their protected first tokens and their recent window, the oldest
+   first;
+4. cells of sequences evicted before, which are what their policy thought best: each head's oldest first.
 
-`recency`: of a live sequence, whole blocks between its protected first tokens and its recent window are cold, the
-oldest first; sequences give in turn, so that no one loses all its middle to save another.
+Sequences give in turn, so that no one loses all its middle to save another. `plan_eviction` is pure reading; all of a
+plan is carried out in one go between two steps. Positions are never renumbered, and a block that another sequence
+shares is never touched.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ullage_engine.cells import CellPool
 from ullage_engine.pool import BlockPool
 from ullage_engine.sequence import Sequence
 
@@ -33,6 +38,14 @@ class Cold:
     indices: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """An evicted sequence whose heads all give up their first (oldest) `columns` cells."""
+
+    sequence: Sequence
+    columns: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPlan:
     """What an eviction would do."""
@@ -40,23 +53,36 @@ class EvictionPlan:
     requested: int
     cached: int
     """Unreferenced blocks to reclaim."""
-    cold: list[Cold] = field(default_factory=list)
+    mended: int
+    """Split blocks to make whole, after cells were given up."""
+    cold: list[Cold]
+    thinned: list[Thinned]
     eligible: int
     """All blocks that could be given up."""
 
     @property
-    def live_blocks(self) -> int:
-        return sum(len(part.indices) for part in self.cold)
+    def blocks(self) -> int:
+        return self.cached + self.mended + sum(len(part.indices) for part in self.cold)
+
+    @property
+    def sequences(self) -> int:
+        """Live sequences that lose tokens."""
+        return len({id(s) for s in (*(c.sequence for c in self.cold), *(t.sequence for t in self.thinned))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freed:
-    """What an eviction did."""
+    """What an eviction did or would do."""
 
     cached: int
+    """Blocks that nobody referred to."""
     live: int
-    sequences: int
     tokens: int
+    """Tokens dropped, whole ones of all layers and heads."""
+
+    @property
+    def blocks(self) -> int:
+        return self.cached + self.live
 
 
 def share_of(blocks: int, ratio: float) -> int:
@@ -77,29 +103,43 @@ def cold_indices(sequence: Sequence, pool: BlockPool, protection: Protection) ->
     ]
 
 
-def plan_eviction(pool: BlockPool, sequences: Iterable[Sequence], wanted: int, protection: Protection) -> EvictionPlan:
+def plan_eviction(
+    pool: BlockPool, cells: CellPool, sequences: Iterable[Sequence], wanted: int, protection: Protection
+) -> EvictionPlan:
     """Choose `wanted` blocks, or as many as there are."""
-    candidates = [(sequence, cold_indices(sequence, pool, protection)) for sequence in sequences]
-    eligible = pool.cached + sum(len(indices) for _, indices in candidates)
+    live = list(sequences)
+    candidates = [cold_indices(sequence, pool, protection) for sequence in live]
+    split, dense = cells.usage().blocks, sum(map(len, candidates))
     cached = min(wanted, pool.cached)
-    taken = _in_turn([len(indices) for _, indices in candidates], wanted - cached)
-    cold = [
-        Cold(sequence, indices[:count]) for (sequence, indices), count in zip(candidates, taken, strict=True) if count
-    ]
-    return EvictionPlan(requested=wanted, cached=cached, cold=cold, eligible=eligible)
+    spare = min(wanted - cached, cells.spare_blocks())
+    taken = _in_turn([len(indices) for indices in candidates], wanted - cached - spare)
+    missing = min(wanted - cached - spare - sum(taken), split - spare)
+    return EvictionPlan(
+        requested=wanted,
+        cached=cached,
+        mended=spare + missing,
+        cold=[
+            Cold(sequence, indices[:count])
+            for sequence, indices, count in zip(live, candidates, taken, strict=True)
+            if count
+        ],
+        thinned=_thinned(cells, live, spare + missing) if missing else [],
+        eligible=pool.cached + dense + split,
+    )
 
 
-def evict(pool: BlockPool, plan: EvictionPlan) -> Freed:
-    """Carry a plan out; it must have been made since the last step."""
-    cached = pool.reclaim(plan.cached)
-    live = tokens = 0
-    for part in plan.cold:
-        for index in part.indices:
-            cached += pool.withdraw(part.sequence.table[index])
-        blocks = part.sequence.drop_blocks(part.indices)
-        live += pool.release(blocks)
-        tokens += len(blocks) * part.sequence.block_tokens
-    return Freed(cached=cached, live=live, sequences=len(plan.cold), tokens=tokens)
+def _thinned(cells: CellPool, sequences: list[Sequence], goal: int) -> list[Thinned]:
+    """The fewest columns of cells, a sequence at a time in turn, without which `goal` split blocks are spare."""
+    holders = [(sequence, sequence.cells.cells) for sequence in sequences if sequence.cells is not None]
+    used, taken = cells.used_by_class(), [0] * len(holders)
+    while cells.spare_blocks(used) < goal:
+        for at, (_, table) in enumerate(holders):
+            if taken[at] < table.shape[-1] and cells.spare_blocks(used) < goal:
+                column = table[..., taken[at]]
+                given = cells.count(column[column >= 0].tolist())
+                used = [have - less for have, less in zip(used, given, strict=True)]
+                taken[at] += 1
+    return [Thinned(sequence, count) for (sequence, _), count in zip(holders, taken, strict=True) if count]
 
 
 def _in_turn(sizes: list[int], wanted: int) -> list[int]:

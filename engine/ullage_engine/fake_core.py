@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ullage_engine.api.core import BlockMap
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
 from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink, TokenOutput
-from ullage_engine.snapshot import BlockCounts, Counters, EngineSnapshot, EvictionReport
+from ullage_engine.snapshot import BlockCounts, CellCounts, Counters, EngineSnapshot, EvictionReport
 from ullage_engine.steps import StepListener, StepStats
 
 STEP_S = 0.0005
@@ -178,6 +178,7 @@ class FakeCore:
             block_tokens=pool.block_tokens,
             block_bytes=pool.block_bytes,
             blocks=BlockCounts(total=pool.total, free=free, active=active, cached=pool.cached, in_flight=0, pinned=0),
+            cells=CellCounts(),
             largest_free_run=free,
             largest_allocation=free + pool.cached,
             slots_allocated=active * pool.block_tokens,

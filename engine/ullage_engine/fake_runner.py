@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ullage_engine.decode_graphs import Flight
-from ullage_engine.device import CpuDevice, Device
 from ullage_engine.scheduler import Chunk
 
 MODULUS = (1 << 61) - 1
@@ -36,11 +34,11 @@ def expected_tokens(prompt: Sequence[int], count: int, vocabulary: int) -> list[
 
 
 class FakeRunner:
-    """Implements `engine.Runner` over a table of numbers, one per slot.
+    """Implements `engine.Runner` over a table of numbers, one per slot of each cell; all heads hold the same.
 
     Args:
         fail: raises to make a chunk's computation fail; called before anything is written for it.
-        device: decode steps can be launched on it; None: all is computed by `forward`.
+        cell_grid: layers and KV heads.
     """
 
     def __init__(
@@ -49,22 +47,22 @@ class FakeRunner:
         block_tokens: int,
         vocabulary: int,
         fail: Callable[[Chunk], None] | None = None,
-        device: Device | None = None,
+        cell_grid: tuple[int, int] = (1, 1),
     ) -> None:
-        self.slots: list[int | None] = [None] * (blocks * block_tokens)
-        self.block_bytes = block_tokens * 8
+        self.cell_grid = cell_grid
+        self._cells = cell_grid[0] * cell_grid[1]
+        self.slots: list[int | None] = [None] * (blocks * self._cells * block_tokens)
+        """By cell id, `block * layers * heads + layer * heads + head`, and row."""
+        self.block_bytes = block_tokens * 8 * self._cells
         self._block_tokens = block_tokens
         self._vocabulary = vocabulary
         self._fail = fail
-        self._device = device or CpuDevice()
-        self._launches = device is not None
 
     def allocator_bytes(self) -> tuple[int, int]:
         size = len(self.slots) * 8
         return size, size
 
     def forward(self, chunks: list[Chunk]) -> torch.Tensor:
-        self._device.mark().wait()
         rows = []
         for chunk in chunks:
             if self._fail is not None:
@@ -76,47 +74,37 @@ class FakeRunner:
                 rows.append(row)
         return torch.stack(rows) if rows else torch.empty(0, self._vocabulary)
 
-    def launch(self, chunks: list[Chunk], ahead_of: Flight | None = None) -> Flight | None:
-        if not self._launches:
-            return None
-        if self._fail is not None:
-            for chunk in chunks:
-                self._fail(chunk)
-        offset = 0 if ahead_of is None else 1
-        # what the step needs is read now: the device comes to it when the sequences may have moved on
-        places = [(list(s.table), s.kept + offset, s.computed + offset) for s in (chunk.sequence for chunk in chunks)]
-        known = [chunk.sequence.tokens[chunk.sequence.computed] for chunk in chunks]
-        sources = None if ahead_of is None else [ahead_of.rows[id(chunk.sequence)] for chunk in chunks]
-        chosen = torch.zeros(len(chunks), dtype=torch.int64)
-
-        def work() -> None:
-            before = ahead_of.tokens() if ahead_of is not None else []
-            for row, (table, kept, position) in enumerate(places):
-                token = known[row] if sources is None else before[sources[row]]
-                previous = self._read(table, kept - 1) if kept else 0
-                value = mix(previous, token, position)
-                self.slots[self._slot(table, kept)] = value
-                chosen[row] = value % self._vocabulary
-
-        self._device.launch(work)
-        return Flight(chunks, self._device.mark(), chosen)
-
     def copy_blocks(self, copies: dict[int, int]) -> None:
-        self._device.mark().wait()
-        size = self._block_tokens
+        size = self._block_tokens * self._cells
         content = {target: self.slots[source * size : (source + 1) * size] for target, source in copies.items()}
         for target, slots in content.items():
             self.slots[target * size : (target + 1) * size] = slots
 
     def erase(self, slots: list[int]) -> None:
         for slot in slots:
-            self.slots[slot] = None
+            self._put(slot, None)
 
-    def scrub(self, blocks: list[int]) -> None:
-        self._device.mark().wait()
-        for block in blocks:
-            start = block * self._block_tokens
-            self.slots[start : start + self._block_tokens] = [None] * self._block_tokens
+    def gather_cells(
+        self, sources: torch.Tensor, source_rows: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor
+    ) -> None:
+        read = (sources * self._block_tokens + source_rows).tolist()
+        written = (targets * self._block_tokens + target_rows).tolist()
+        if len(set(written)) < len(written) or not set(written).isdisjoint(read):
+            raise ValueError("a row is written twice, or read and written, in one gathering")
+        for source, target in zip(read, written, strict=True):
+            self.slots[target] = self.slots[source]
+
+    def scrub(self, blocks: list[int], cells: list[int]) -> None:
+        size = self._block_tokens
+        of_blocks = [block * self._cells + place for block in blocks for place in range(self._cells)]
+        for cell in (*of_blocks, *cells):
+            self.slots[cell * size : (cell + 1) * size] = [None] * size
+
+    def _put(self, slot: int, value: int | None) -> None:
+        """Write a token's number into the cells of all heads."""
+        block, row = divmod(slot, self._block_tokens)
+        for place in range(self._cells):
+            self.slots[(block * self._cells + place) * self._block_tokens + row] = value
 
     def _write(self, chunk: Chunk) -> list[int]:
         """Numbers of the chunk's tokens, drafts included."""
@@ -125,15 +113,13 @@ class FakeRunner:
         values = []
         for i, (slot, token) in enumerate(zip(sequence.slots(chunk.width), chunk.tokens, strict=True)):
             value = mix(value, token, sequence.computed + i)
-            self.slots[slot] = value
+            self._put(slot, value)
             values.append(value)
         return values
 
     def _read(self, table: list[int], row: int) -> int:
-        value = self.slots[self._slot(table, row)]
+        index, offset = divmod(row, self._block_tokens)
+        value = self.slots[table[index] * self._cells * self._block_tokens + offset]
         if value is None:
             raise LookupError(f"row {row} was never written")
         return value
-
-    def _slot(self, table: list[int], row: int) -> int:
-        return table[row // self._block_tokens] * self._block_tokens + row % self._block_tokens

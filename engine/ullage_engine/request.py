@@ -27,6 +27,33 @@ class SamplingParams:
     """None: not computed; n: the chosen token's log probability and those of the n likeliest."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """How much of its context a sequence keeps in the cache; exactly one of the two is given."""
+
+    tokens: int | None = None
+    """At least 1: on average over layers and heads."""
+    share: float | None = None
+    """In (0, 1] of the tokens computed so far; 1 keeps all."""
+
+    def limit(self, computed: int) -> float:
+        """Tokens that a sequence of `computed` tokens may keep."""
+        return float(self.tokens) if self.tokens is not None else computed * (self.share or 1.0)
+
+    @staticmethod
+    def of(number: float) -> KvBudget:
+        """As written by people: up to 1 a share, above it whole tokens.
+
+        Raises:
+            ValueError: neither.
+        """
+        if 0 < number <= 1:
+            return KvBudget(share=float(number))
+        if number > 1 and float(number).is_integer():
+            return KvBudget(tokens=int(number))
+        raise ValueError("give a share above 0 and up to 1, or a whole number of tokens from 2 on")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to generate. `request_id` is unique among live requests."""
@@ -39,6 +66,10 @@ class GenerationRequest:
     """Prompts reuse each other's blocks within a tenant only, so that timing tells nobody what others asked."""
     speculation: bool = True
     """Whether tokens may be drafted for it, where the engine speculates."""
+    kv_budget: KvBudget | None = None
+    """None: the engine's default, which may be none."""
+    kv_policy: str | None = None
+    """Which of the engine's policies chooses what to keep; None: the engine's default."""
     fork_of: str | None = None
     """Another request with the same prompt, submitted before: its prompt is computed once for both if it still runs."""
 
@@ -56,6 +87,11 @@ class TokenOutput:
     error: str | None = None
     cached_tokens: int = 0
     """Prompt tokens whose KV was reused from the prefix cache."""
+    kept_tokens: int | None = None
+    """Of the last one with a token: tokens of its context in the cache at the end, averaged over layers and heads;
+    None: not known."""
+    dropped_tokens: int | None = None
+    """The others, which eviction dropped."""
 
 
 Sink = Callable[[TokenOutput], None]

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ullage_engine.cells import CellPool
 from ullage_engine.errors import PoolExhausted
 from ullage_engine.pool import BlockPool
 from ullage_engine.sequence import Sequence
@@ -66,9 +67,22 @@ class SchedulerTally:
 
 
 class Scheduler:
-    """Queue, running set and their claim on the pool. Not thread-safe."""
+    """Queue, running set and their claim on the pool. Not thread-safe.
 
-    def __init__(self, pool: BlockPool, *, max_batch_tokens: int, max_sequences: int, prefix_reuse: bool) -> None:
+    Args:
+        cells: the pool's cells, for evicted sequences; None: a block is a single cell.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_batch_tokens: int,
+        max_sequences: int,
+        prefix_reuse: bool,
+        cells: CellPool | None = None,
+    ) -> None:
+        self.cells = cells or CellPool(pool, [(0,)])
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
@@ -128,21 +142,6 @@ class Scheduler:
         """Give back blocks beyond those for the computed tokens and `coming` more."""
         self._pool.release(sequence.drop_tail(coming))
 
-    def plan_ahead(self, chunks: list[Chunk]) -> list[Chunk]:
-        """The step after one that decodes `chunks` and is not booked yet, with blocks for it; empty where it depends on
-        that step's tokens: a request waits for the place that one may leave, or blocks are too few for all.
-        """
-        going = [chunk.sequence for chunk in chunks if chunk.sequence.remaining > 1]
-        full = len(going) == self._max_sequences
-        if len(chunks) < len(self.running) or (self.waiting and not full):
-            return []
-        missing = [max(0, self._missing(sequence, 2)) for sequence in going]
-        if sum(missing) > self._pool.available:
-            return []
-        for sequence, count in zip(going, missing, strict=True):
-            sequence.append_blocks(self._pool.allocate(count))
-        return [Chunk(sequence, 1) for sequence in going]
-
     def computed(self, sequence: Sequence, count: int) -> None:
         """Book `count` more tokens whose keys and values are now in the cache; publishes blocks that became full."""
         before = sequence.kept
@@ -156,6 +155,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, whatever its state, and give its blocks back."""
+        self.cells.release(sequence.take_cells())
         self._pool.release(sequence.table)
         sequence.table, sequence.starts = [], []
         (self.running if sequence in self.running else self.waiting).remove(sequence)
@@ -230,6 +230,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Back to the queue; its blocks are given up and its tokens will be computed anew."""
         self.tally.preemptions += 1
+        self.cells.release(sequence.take_cells())
         self._pool.release(sequence.reset())
         self.running.remove(sequence)
         _insert(self.waiting, sequence)
@@ -296,9 +297,10 @@ class Scheduler:
 
 def preemption_cost(sequence: Sequence, pool: BlockPool) -> float:
     """Tokens to recompute for each block that preempting frees; shared blocks neither cost nor free anything."""
-    private = sum(pool.references(block) == 1 for block in sequence.table)
-    shared = (len(sequence.table) - private) * sequence.block_tokens
-    return max(0, sequence.computed - shared) / private if private else float("inf")
+    own = sum(pool.references(block) == 1 for block in sequence.table)
+    shared = (len(sequence.table) - own) * sequence.block_tokens
+    freed = own + (sequence.cells.blocks if sequence.cells is not None else 0.0)
+    return max(0, sequence.computed - shared) / freed if freed else float("inf")
 
 
 def _insert(sequences: list[Sequence], sequence: Sequence) -> None:

@@ -11,7 +11,8 @@ Tokens that speculation drafts are none of these: within a step their keys and v
 and at its end those that were accepted have become tokens, and blocks that hold others only are given back.
 
 A dense sequence keeps whole blocks for all heads alike, so its table is one list. Eviction takes whole blocks out of
-the middle; what remains keeps its position, because past keys carry RoPE already.
+the middle; what it keeps of their content goes to `cells`, where each head has rows of its own. What remains keeps
+its position, because past keys carry RoPE already. Tokens to come always go to dense blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ullage_engine.cell_table import CellTable
 from ullage_engine.prefix import PrefixEntry
 from ullage_engine.request import GenerationRequest, Sink
 
@@ -41,6 +43,11 @@ class Sequence:
     """Position of the first token of each block in `table`."""
     computed: int = 0
     dropped: int = 0
+    """Tokens whose dense rows are gone, whatever of them `cells` keeps."""
+    cells: CellTable | None = None
+    """What was kept of evicted blocks; None: nothing."""
+    settled_at: float | None = None
+    """Tokens kept when its budget was last looked at; None: not since it was (re)computed."""
     cached_tokens: int = 0
     """Prompt tokens reused from the prefix cache at the first admission."""
     chain: PrefixEntry | None = None
@@ -62,6 +69,11 @@ class Sequence:
     @property
     def kept(self) -> int:
         return self.computed - self.dropped
+
+    @property
+    def kept_tokens(self) -> float:
+        """Entries in the cache, as tokens: those in cells divided by layers times heads."""
+        return self.kept + (self.cells.tokens if self.cells is not None else 0.0)
 
     @property
     def capacity(self) -> int:
@@ -124,11 +136,17 @@ class Sequence:
         del self.table[used:], self.starts[used:]
         return blocks
 
+    def take_cells(self) -> list[int]:
+        """Forget the cells; returns their ids."""
+        table, self.cells = self.cells, None
+        return [] if table is None else table.held
+
     def reset(self) -> list[int]:
-        """Forget the cache content (preemption): all tokens are to be computed anew. Returns the blocks held."""
+        """Forget the blocks' content (preemption): all tokens are to be computed anew. Returns the blocks held."""
         blocks = self.table
         self.table, self.starts = [], []
         self.recompute_until = max(self.recompute_until, self.computed)
         self.computed = self.dropped = self.published = 0
         self.chain, self.publishing, self.preempted = None, True, True
+        self.settled_at = None
         return blocks

@@ -60,6 +60,17 @@ class TierState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CellCounts:
+    """Cells of split blocks, which hold what content eviction kept. Split blocks are among the active ones."""
+
+    split_blocks: int = 0
+    total: int = 0
+    """Cells that the split blocks have in all."""
+    used: int = 0
+    """Of those, cells that a sequence holds; the others serve later evictions, and compaction makes blocks of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
     """State of pool, queue and counters between two steps."""
 
@@ -70,11 +81,13 @@ class EngineSnapshot:
     block_tokens: int
     block_bytes: int
     blocks: BlockCounts
+    cells: CellCounts
     largest_free_run: int
     largest_allocation: int
     """Most blocks that one allocation can have now. Block tables reach any block, so neighbours or not, free or cached,
     each that is available counts."""
     slots_allocated: int
+    """Token slots of active blocks; of split blocks only those of used cells, divided by layers times heads."""
     slots_filled: int
     running: int
     waiting: int
@@ -106,6 +119,7 @@ class EngineSnapshot:
             "block_tokens": self.block_tokens,
             "block_bytes": self.block_bytes,
             "blocks": asdict(self.blocks),
+            "cells": asdict(self.cells),
             "largest_free_run": self.largest_free_run,
             "largest_allocation": self.largest_allocation,
             "slots": {"allocated": self.slots_allocated, "filled": self.slots_filled},
@@ -150,3 +164,30 @@ class EvictionReport:
     requested_blocks: int
     duration_ms: float
     dry_run: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragmentation:
+    """Memory that is taken and holds nothing; shares in 0..1, 0.0 where nothing is taken."""
+
+    internal: float
+    """Of the token slots of held blocks and cells, those without a token."""
+    external: float
+    """Of the cells of split blocks, those that nobody holds."""
+    split_blocks: int
+    largest_free_run: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompactionReport:
+    """What a compaction did: the body of the answer to `POST /admin/v1/kv/compact`."""
+
+    cells_moved: int
+    blocks_freed: int
+    """Split blocks that became whole, and so free."""
+    bytes_freed: int
+    remaining_blocks: int
+    """Split blocks that more time would have freed."""
+    before: Fragmentation
+    after: Fragmentation
+    duration_ms: float

@@ -10,7 +10,6 @@ from functools import cached_property
 
 import torch
 
-from ullage_engine import cuda
 from ullage_engine.kernels import dispatch
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.kernels.dispatch import Backend
@@ -19,15 +18,13 @@ from ullage_engine.layout import CacheLayout
 
 
 class BlockStore:
-    """The bytes of all blocks, [blocks, block_stride] uint8. Not thread-safe: the step loop alone touches it.
+    """The bytes of all blocks, [blocks, block_bytes] uint8. Not thread-safe: the step loop alone touches it.
 
     Args:
         centre: [layers, kv_heads, head_size] subtracted from keys before they are stored. A vector common to all keys
             of a head shifts all logits of a query alike, so softmax does not see it, and codes lose no range to it.
         kernels: the compiled CPU kernels, where the bytes are in host memory and they are wanted.
         backend: who computes; see `kernels.dispatch.choose`.
-        block_stride: bytes from a block to the next, a multiple of `view.UNIT`; None: `layout.block_bytes`. More puts
-            blocks on pages, for whoever transfers them.
 
     Raises:
         KernelError: the backend cannot serve this layout here.
@@ -41,12 +38,11 @@ class BlockStore:
         centre: torch.Tensor | None = None,
         kernels: CpuKernels | None = None,
         backend: Backend = "auto",
-        block_stride: int | None = None,
     ) -> None:
         self.layout = layout
         self.centre = centre
         self.operations = dispatch.choose(layout, torch.device(device), kernels, backend)
-        self.data = torch.zeros((blocks, block_stride or layout.block_bytes), dtype=torch.uint8, device=device)
+        self.data = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device=device)
 
     @property
     def kernels(self) -> CpuKernels | None:
@@ -60,7 +56,7 @@ class BlockStore:
     def allocator_bytes(self) -> tuple[int, int]:
         """Bytes that torch's allocator has reserved and, of those, handed out; on a CPU the store itself."""
         if self.data.device.type == "cuda":
-            return cuda.allocator_bytes(self.data.device)
+            return torch.cuda.memory_reserved(self.data.device), torch.cuda.memory_allocated(self.data.device)
         return self.nbytes, self.nbytes
 
     @cached_property
@@ -99,17 +95,14 @@ class BlockStore:
 
     def cell_offsets(self, cells: torch.Tensor) -> torch.Tensor:
         """Bytes from the store's start to cells by id, `block * cells_per_block + place`; any shape, int64."""
-        count = self.layout.cells_per_block
-        return cells // count * self.data.shape[1] + self._places[cells % count]
+        layout = self.layout
+        return cells // layout.cells_per_block * layout.block_bytes + self._places[cells % layout.cells_per_block]
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole blocks: codes and scales of all layers and heads. Sources are read before targets are written."""
+        """Copy whole blocks: codes and scales of all layers and heads."""
         device = self.data.device
-        moves = [torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in (sources, targets)]
-        if set(sources) & set(targets):  # a block that was copied, released and taken for another copy, in one step
-            self.data[moves[1]] = self.data[moves[0]]
-        else:
-            self.operations.copy_blocks(self.data, self.data, *moves)
+        moves = (torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+        self.operations.copy_blocks(self.data, self.data, *moves)
 
     def gather_cells(
         self,
@@ -126,6 +119,25 @@ class BlockStore:
             source_rows, target_rows: [n] int64 in [0, block_tokens).
         """
         self.operations.gather_cells(self.views[layer], sources, source_rows, targets, target_rows)
+
+    def copy_rows(
+        self, sources: torch.Tensor, source_rows: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor
+    ) -> None:
+        """`gather_cells` for cells by id, of any classes; a source and its target are of one class."""
+        moves = [moved.to(self.data.device) for moved in (sources, source_rows, targets, target_rows)]
+        place = moves[0] % self.layout.cells_per_block
+        for places in self.layout.cell_classes:
+            chosen = torch.isin(place, torch.tensor(places, device=place.device))
+            cells, rows, into, at = (moved[chosen] for moved in moves)
+            layer = places[0] // self.layout.kv_heads
+            self.gather_cells(layer, self.cell_offsets(cells), rows, self.cell_offsets(into), at)
+
+    def zero_cells(self, cells: torch.Tensor) -> None:
+        """Zero cells by id [n] int64."""
+        flat = self.data.view(-1)
+        offsets, places = self.cell_offsets(cells).tolist(), (cells % self.layout.cells_per_block).tolist()
+        for offset, place in zip(offsets, places, strict=True):
+            flat[offset : offset + self.layout.cells[place // self.layout.kv_heads].size] = 0
 
     @cached_property
     def _places(self) -> torch.Tensor:

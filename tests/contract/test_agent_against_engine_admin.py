@@ -99,7 +99,7 @@ async def test_the_documented_snapshot_is_what_the_engine_tells_and_the_agent_un
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
         told = (await http.get(SNAPSHOT_PATH)).json()
     assert told.keys() == documented.keys()
-    for name in ("blocks", "requests", "counters", "step", "admission", "latency"):
+    for name in ("blocks", "cells", "requests", "counters", "step", "admission", "latency"):
         assert told[name].keys() == documented[name].keys()
     reading = parse_snapshot(json.dumps(documented).encode(), SNAPSHOT_PATH, sampled_at=0.0)
     assert reading.violations == ()

@@ -53,6 +53,7 @@ def cpu_kernels(cpu_library: Path) -> Any:
 @pytest.fixture(scope="session")
 def fake_engine() -> Callable[..., Any]:
     """Makes an engine around `FakeRunner`: (engine, runner)."""
+    from ullage_engine.cells import CellPool
     from ullage_engine.engine import Engine, EngineIdentity
     from ullage_engine.eviction import Protection
     from ullage_engine.fake_runner import FakeRunner
@@ -74,11 +75,19 @@ def fake_engine() -> Callable[..., Any]:
         hasher: Any = blake2b_128,
         fail: Any = None,
         proposer: Any = None,
-        device: Any = None,
+        grid: tuple[int, int] = (1, 1),
+        classes: Any = None,
+        retention: Any = None,
     ) -> tuple[Any, Any]:
-        runner = FakeRunner(blocks, block_tokens, vocabulary, fail, device)
+        runner = FakeRunner(blocks, block_tokens, vocabulary, fail, grid)
         pool = BlockPool(blocks, block_tokens, PrefixIndex("salt", block_tokens, hasher))
-        scheduler = Scheduler(pool, max_batch_tokens=budget, max_sequences=sequences, prefix_reuse=reuse)
+        scheduler = Scheduler(
+            pool,
+            max_batch_tokens=budget,
+            max_sequences=sequences,
+            prefix_reuse=reuse,
+            cells=CellPool(pool, classes or [range(grid[0] * grid[1])]),
+        )
         engine = Engine(
             identity=EngineIdentity(model="fake", version="0"),
             runner=runner,
@@ -86,6 +95,7 @@ def fake_engine() -> Callable[..., Any]:
             scheduler=scheduler,
             protection=Protection(first_tokens=first, recent_tokens=recent),
             speculator=Speculator(proposer, Costs(row=0.0), longest=4) if proposer else None,
+            retention=retention,
         )
         return engine, runner
 

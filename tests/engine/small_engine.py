@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ullage_engine.cells import CellPool
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
 from ullage_engine.layout import CacheLayout
@@ -24,26 +25,22 @@ def make_engine(
     shape = shape_of(model.config)
     layout = CacheLayout(shape.layers, shape.kv_heads, shape.head_size, size, kind)
     store = BlockStore(layout, blocks, "cpu", None, options.get("kernels"))
-    runner = ModelRunner(model, store, torch.device("cpu"), invariant=options.pop("invariant", False))
-    return engine_around(runner, budget, **options)
-
-
-def engine_around(runner: ModelRunner, budget: int = 96, **options: Any) -> Engine:
-    size = runner.store.layout.block_tokens
-    pool = BlockPool(runner.store.data.shape[0], size, PrefixIndex("test", size))
+    pool = BlockPool(blocks, size, PrefixIndex("test", size))
     scheduler = Scheduler(
         pool,
         max_batch_tokens=budget,
         max_sequences=options.get("sequences", 8),
         prefix_reuse=options.get("reuse", True),
+        cells=CellPool(pool, layout.cell_classes),
     )
     return Engine(
         identity=EngineIdentity(model="test", version="0"),
-        runner=runner,
+        runner=ModelRunner(model, store, torch.device("cpu"), invariant=options.get("invariant", False)),
         pool=pool,
         scheduler=scheduler,
         protection=Protection(first_tokens=options.get("first", 16), recent_tokens=options.get("recent", 16)),
         speculator=options.get("speculator"),
+        retention=options.get("retention"),
     )
 
 

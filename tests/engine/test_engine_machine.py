@@ -6,10 +6,12 @@ changes the answer; answers are compared with a model that never shares, waits, 
 
 from __future__ import annotations
 
+import itertools
 import os
 from random import Random
 from typing import Any
 
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,16 +25,30 @@ from hypothesis.stateful import (
 
 from ullage_engine.fake_runner import expected_tokens, mix
 from ullage_engine.prefix import blake2b_128
-from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from ullage_engine.reclaim import Retention, recency
+from ullage_engine.request import GenerationRequest, KvBudget, SamplingParams, TokenOutput
+from ullage_engine.retention import Rows
 from ullage_engine.speculation.ngram import NgramProposer
 
 BLOCKS, SIZE, VOCABULARY = 12, 4, 3
+GRID, CLASSES = (2, 2), ((0, 1), (2, 3))
 HASHERS = {
     "good": blake2b_128,
     "weak": lambda data: bytes([sum(data) % 3]),
     "constant": lambda data: b"same",
 }
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+BUDGETS = (None, None, 4, 9, 17, 0.25, 0.6, 1)
+
+
+def uneven(sequence: Any, rows: Rows) -> torch.Tensor:
+    """Scores that differ from head to head and prefer nothing sensible."""
+    layer, head = (torch.arange(count) for count in GRID)
+    odd = (layer[:, None, None] * 5 + head[None, :, None] * 3 + 1) * (rows.positions.float() + 7)
+    return (odd % 11) + head[None, :, None] * 2.0
+
+
+RETENTION = Retention(interval=5, policies={"recency": recency, "uneven": uneven})
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -49,6 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def build(self, budget: int, sequences: int, reuse: bool, hasher: str, speculate: bool) -> None:
         options = {"hasher": HASHERS[hasher], "proposer": NgramProposer() if speculate else None}
+        options |= {"grid": GRID, "classes": CLASSES, "retention": RETENTION}
         self.engine, self.runner = type(self).make(
             BLOCKS, SIZE, VOCABULARY, budget, sequences, first=4, recent=4, reuse=reuse, **options
         )
@@ -56,18 +73,30 @@ class EngineMachine(RuleBasedStateMachine):
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.aborted: set[str] = set()
 
-    @rule(prompt=PROMPTS, count=st.integers(1, 20), forks=st.integers(0, 3))
-    def submit(self, prompt: list[int], count: int, forks: int = 0) -> None:
+    @rule(
+        prompt=PROMPTS,
+        count=st.integers(1, 20),
+        forks=st.integers(0, 3),
+        budget=st.sampled_from(BUDGETS),
+        policy=st.sampled_from(["recency", "uneven"]),
+    )
+    def submit(self, prompt: list[int], count: int, forks: int, budget: float | None, policy: str) -> None:
         count = min(count, BLOCKS * SIZE - len(prompt))
         parent = f"r{len(self.requests)}"
-        self.add(prompt, count, None)
+        self.add(prompt, count, None, budget, policy)
         for fork in range(forks):
-            self.add(prompt, max(1, count - fork), parent)
+            self.add(prompt, max(1, count - fork), parent, budget, policy)
 
-    def add(self, prompt: list[int], count: int, parent: str | None) -> None:
+    def add(self, prompt: list[int], count: int, parent: str | None, budget: float | None, policy: str) -> None:
         name = f"r{len(self.requests)}"
-        sampling = SamplingParams(max_tokens=count, temperature=0)
-        request = GenerationRequest(request_id=name, prompt=tuple(prompt), sampling=sampling, fork_of=parent)
+        request = GenerationRequest(
+            request_id=name,
+            prompt=tuple(prompt),
+            sampling=SamplingParams(max_tokens=count, temperature=0),
+            fork_of=parent,
+            kv_budget=None if budget is None else KvBudget.of(budget),
+            kv_policy=policy,
+        )
         self.requests[name], self.outputs[name] = request, []
         self.engine.add(request, self.outputs[name].append)
 
@@ -93,6 +122,16 @@ class EngineMachine(RuleBasedStateMachine):
         assert plan.blocks_freed <= report.blocks_freed <= report.eligible_blocks
         assert report.blocks_freed >= min(report.requested_blocks, report.eligible_blocks)
 
+    @rule(budget_ms=st.sampled_from([0, 1000]))
+    def compact(self, budget_ms: int) -> None:
+        spare, free = self.engine.scheduler.cells.spare_blocks(), self.engine.pool.free
+        report = self.engine.compact(budget_ms)
+        assert report.blocks_freed == self.engine.pool.free - free == (spare if budget_ms else 0)
+        assert report.remaining_blocks == spare - report.blocks_freed
+        assert report.after.split_blocks == report.before.split_blocks - report.blocks_freed
+        assert report.after.external <= report.before.external
+        assert report.after.internal == report.before.internal
+
     @invariant()
     def books_agree(self) -> None:
         if hasattr(self, "engine"):
@@ -107,8 +146,25 @@ class EngineMachine(RuleBasedStateMachine):
                 values.append(value)
             for row in range(sequence.kept):
                 index, offset = divmod(row, SIZE)
-                stored = self.runner.slots[sequence.table[index] * SIZE + offset]
-                assert stored == values[sequence.starts[index] + offset], "a row holds another token's value"
+                for place in range(4):
+                    stored = self.runner.slots[(sequence.table[index] * 4 + place) * SIZE + offset]
+                    assert stored == values[sequence.starts[index] + offset], "a row holds another token's value"
+            self.survivors_are_the_sequences_own(sequence, values)
+
+    def survivors_are_the_sequences_own(self, sequence: Any, values: list[int]) -> None:
+        """Each head's cells hold distinct tokens, in order, none of which a dense block holds too."""
+        table = sequence.cells
+        if table is None:
+            return
+        dense = {start + offset for start in sequence.starts for offset in range(SIZE)}
+        for layer, head in itertools.product(range(2), range(2)):
+            cells = [cell for cell in table.cells[layer, head].tolist() if cell >= 0]
+            positions = table.positions[layer, head, : int(table.rows[layer, head])].tolist()
+            assert len(cells) == -(-len(positions) // SIZE), "a head holds a cell too many or too few"
+            assert len(set(positions) - dense) == len(positions), "a position is held twice"
+            assert all(cell % 4 in CLASSES[layer] for cell in cells), "a cell of another class"
+            stored = [self.runner.slots[cells[row // SIZE] * SIZE + row % SIZE] for row in range(len(positions))]
+            assert stored == [values[position] for position in positions], "a survivor's value was not kept"
 
     def ended(self, name: str) -> bool:
         return bool(self.outputs[name]) and self.outputs[name][-1].finish_reason is not None
@@ -125,13 +181,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.snapshot(None, draining=False).slots_filled == 0
         for name, request in self.requests.items():
             tokens = [output.token for output in self.outputs[name]]
-            wanted, reason = self.wanted(request)
+            wanted = expected_tokens(request.prompt, request.sampling.max_tokens, VOCABULARY)
             assert tokens == (wanted[: len(tokens)] if name in self.aborted else wanted)
-            assert name in self.aborted or self.outputs[name][-1].finish_reason == reason
-
-    def wanted(self, request: GenerationRequest) -> tuple[list[int], str]:
-        """The tokens of an answer, and why it ends."""
-        return expected_tokens(request.prompt, request.sampling.max_tokens, VOCABULARY), "length"
+            assert name in self.aborted or self.outputs[name][-1].finish_reason == "length"
 
 
 def test_any_order_of_operations(fake_engine: Any) -> None:
@@ -160,12 +212,15 @@ def _episode(machine: type[EngineMachine], seed: int, operations: int) -> int:
             [random.randint(0, 1) for _ in range(random.randint(1, 20))],
             random.randint(1, 20),
             random.choice([0, 0, 0, 1, 3]),
+            random.choice(BUDGETS),
+            random.choice(["recency", "uneven"]),
         ),
         "abort": lambda: one.requests and one.abort(random.randrange(1 << 30)),
         "evict": lambda: one.evict(random.uniform(0.01, 1.0)),
+        "compact": lambda: one.compact(random.choice([0, 1000])),
     }
     for count in range(operations):
-        move = random.choices([*moves], [70, 15, 5, 10])[0]
+        move = random.choices([*moves], [70, 15, 5, 7, 3])[0]
         try:
             moves[move]()
             one.books_agree()

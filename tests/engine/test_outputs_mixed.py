@@ -20,6 +20,7 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from ullage_engine import attention
+from ullage_engine.cells import CellPool
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
 from ullage_engine.layout import CacheLayout
@@ -117,7 +118,11 @@ def build(model: Any, scene: Scene, kind: str) -> Engine:
         runner=ModelRunner(model, BlockStore(layout, scene.blocks), torch.device("cpu")),
         pool=pool,
         scheduler=Scheduler(
-            pool, max_batch_tokens=scene.budget, max_sequences=scene.sequences, prefix_reuse=scene.reuse
+            pool,
+            max_batch_tokens=scene.budget,
+            max_sequences=scene.sequences,
+            prefix_reuse=scene.reuse,
+            cells=CellPool(pool, layout.cell_classes),
         ),
         # eviction may take what nobody holds, never a live sequence's rows: those would change its answer
         protection=Protection(first_tokens=1 << 20, recent_tokens=0),

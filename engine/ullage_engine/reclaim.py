@@ -1,0 +1,215 @@
+"""Everything that gives memory back from sequences that go on: eviction on demand, budgets, and compaction.
+
+Runs between two steps. What to give up is chosen elsewhere (`eviction`, `retention`, `policies`); this carries it out,
+keeps the totals and says what was really freed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ullage_engine.eviction import EvictionPlan, Freed, Protection, plan_eviction, share_of
+from ullage_engine.evictor import CellStore, Evictor
+from ullage_engine.pool import BlockPool
+from ullage_engine.request import KvBudget
+from ullage_engine.retention import Rows, top_entries
+from ullage_engine.scheduler import Scheduler
+from ullage_engine.sequence import Sequence
+from ullage_engine.snapshot import CellCounts, CompactionReport, EvictionReport, Fragmentation
+
+log = logging.getLogger(__name__)
+
+Scores = Callable[[Sequence, Rows], torch.Tensor]
+"""How much each row of a sequence matters, [L, H, R] float32; the highest stay."""
+
+
+def recency(_: Sequence, rows: Rows) -> torch.Tensor:
+    """The later, the better."""
+    return rows.positions.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What sequences keep where their request does not say otherwise."""
+
+    budget: KvBudget | None = None
+    """None: everything."""
+    policy: str = "recency"
+    interval: int = 256
+    """Tokens by which a decoding sequence may outgrow its budget before it is cut again."""
+    policies: Mapping[str, Scores] = field(default_factory=lambda: {"recency": recency})
+
+
+@dataclass(slots=True)
+class ReclaimTally:
+    """Totals since the start."""
+
+    evicted_blocks: int = 0
+    evicted_entries: int = 0
+    """Rows of single heads that were dropped."""
+
+
+class Reclaimer:
+    """Gives memory back. Not thread-safe: the step loop alone touches it."""
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        store: CellStore,
+        protection: Protection,
+        retention: Retention,
+        block_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._protection = protection
+        self._retention = retention
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._cells = scheduler.cells
+        layers, heads = store.cell_grid
+        if layers * heads != scheduler.cells.cells_per_block:
+            raise ValueError(
+                f"the scheduler's blocks have {scheduler.cells.cells_per_block} cells, the store's {layers} x {heads}"
+            )
+        self._evictor = Evictor(pool, scheduler.cells, store, protection, lambda: scheduler.running)
+        self.tally = ReclaimTally()
+
+    # -- budgets -------------------------------------------------------------------------------------------------
+
+    def settle(self, sequence: Sequence) -> None:
+        """Cut a sequence to its budget where that is due: once it is computed, then every `interval` tokens beyond."""
+        budget = sequence.request.kv_budget or self._retention.budget
+        if budget is None or not sequence.decoding:
+            return
+        limit, kept, before = budget.limit(sequence.computed), sequence.kept_tokens, sequence.settled_at
+        if before is not None and kept < max(limit, before) + self._retention.interval:
+            return
+        if kept > limit:
+            self._cut(sequence, limit)
+        sequence.settled_at = sequence.kept_tokens
+
+    def _cut(self, sequence: Sequence, limit: float) -> None:
+        scores = self._retention.policies[sequence.request.kv_policy or self._retention.policy]
+
+        def keep(rows: Rows) -> torch.Tensor:
+            entries = int(limit * self._cells.cells_per_block) - rows.protected
+            return top_entries(scores(sequence, rows), rows.candidates, entries)
+
+        evicted = self._evictor.cut(sequence, keep)
+        self.tally.evicted_blocks += evicted.blocks
+        self.tally.evicted_entries += evicted.entries
+
+    # -- on demand -----------------------------------------------------------------------------------------------
+
+    def evict(
+        self, *, ratio: float | None = None, bytes_: int | None = None, target_usage: float | None = None, dry_run: bool
+    ) -> EvictionReport:
+        """Free cold blocks: `ratio` of the occupied, `bytes_`, or down to `target_usage` of all; one of them is given.
+
+        By age and not by score, which would take a pass over the keys: cached blocks first, then whole blocks of live
+        sequences, then the oldest cells of those that were evicted before.
+        """
+        began = self._clock()
+        wanted = self._wanted(ratio, bytes_, target_usage)
+        plan = plan_eviction(self._pool, self._cells, self._scheduler.running, wanted, self._protection)
+        freed = self._foreseen(plan) if dry_run else self._carry_out(plan)
+        return EvictionReport(
+            blocks_freed=freed.blocks,
+            bytes_freed=freed.blocks * self._block_bytes,
+            dropped=freed.blocks,
+            demoted=0,
+            cached_blocks=freed.cached,
+            sequences_touched=plan.sequences,
+            tokens_dropped=freed.tokens,
+            eligible_blocks=plan.eligible,
+            requested_blocks=plan.requested,
+            duration_ms=(self._clock() - began) * 1e3,
+            dry_run=dry_run,
+        )
+
+    def _wanted(self, ratio: float | None, bytes_: int | None, usage: float | None) -> int:
+        """Blocks asked for, of those that are occupied."""
+        occupied = self._pool.total - self._pool.free
+        if bytes_ is not None:
+            return min(-(-bytes_ // self._block_bytes), occupied)
+        if usage is not None:
+            return max(0, occupied - int(self._pool.total * usage + 1e-9))
+        return min(share_of(occupied, ratio or 0.0), occupied)
+
+    def _carry_out(self, plan: EvictionPlan) -> Freed:
+        cached = self._pool.reclaim(plan.cached)
+        entries = live = 0
+        for cold in plan.cold:
+            cached += sum(self._pool.withdraw(cold.sequence.table[index]) for index in cold.indices)
+            live += self._pool.release(cold.sequence.drop_blocks(cold.indices))
+            entries += len(cold.indices) * self._pool.block_tokens * self._cells.cells_per_block
+        mended = 0
+        for thinned in plan.thinned:
+            dropped, whole = self._evictor.thin(thinned.sequence, thinned.columns)
+            entries, mended = entries + dropped, mended + whole
+        for moves in self._cells.mending()[: max(0, plan.mended - mended)]:
+            mended += self._evictor.mend(moves)
+        self.tally.evicted_blocks += cached + live + mended
+        self.tally.evicted_entries += entries
+        return Freed(cached=cached, live=live + mended, tokens=entries // self._cells.cells_per_block)
+
+    def _foreseen(self, plan: EvictionPlan) -> Freed:
+        size = self._pool.block_tokens
+        cold = sum(len(part.indices) for part in plan.cold)
+        entries = sum(part.sequence.cells.first(part.columns, size) for part in plan.thinned if part.sequence.cells)
+        tokens = cold * size + entries // self._cells.cells_per_block
+        return Freed(cached=plan.cached, live=cold + plan.mended, tokens=tokens)
+
+    # -- compaction ----------------------------------------------------------------------------------------------
+
+    def compact(self, budget_ms: float) -> CompactionReport:
+        """Move cells out of the least used split blocks until no more become whole, or the time is up."""
+        began, before = self._clock(), self.fragmentation()
+        moved = freed = 0
+        rounds = self._cells.mending()
+        for moves in rounds:
+            if (self._clock() - began) * 1e3 >= budget_ms:
+                break
+            freed += self._evictor.mend(moves)
+            moved += len(moves)
+        return CompactionReport(
+            cells_moved=moved,
+            blocks_freed=freed,
+            bytes_freed=freed * self._block_bytes,
+            remaining_blocks=len(rounds) - freed,
+            before=before,
+            after=self.fragmentation(),
+            duration_ms=(self._clock() - began) * 1e3,
+        )
+
+    # -- figures -------------------------------------------------------------------------------------------------
+
+    def slots(self) -> tuple[int, int]:
+        """Token slots of held blocks and cells, and how many hold a token; cells count by layers times heads."""
+        usage, cells, size = self._pool.usage(), self._cells.usage(), self._pool.block_tokens
+        grid = self._cells.cells_per_block
+        entries = sum(s.cells.entries for s in self._scheduler.running if s.cells is not None)
+        allocated = (usage.active - cells.blocks) * size + cells.used * size // grid
+        return allocated, min(allocated, usage.slots_filled + entries // grid)
+
+    def cell_counts(self) -> CellCounts:
+        usage = self._cells.usage()
+        return CellCounts(split_blocks=usage.blocks, total=usage.cells, used=usage.used)
+
+    def fragmentation(self) -> Fragmentation:
+        allocated, filled = self.slots()
+        usage = self._cells.usage()
+        return Fragmentation(
+            internal=1.0 - filled / allocated if allocated else 0.0,
+            external=usage.waste,
+            split_blocks=usage.blocks,
+            largest_free_run=self._pool.largest_free_run(),
+        )
