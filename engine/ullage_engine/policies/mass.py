@@ -1,0 +1,86 @@
+"""How much attention queries pay to keys, in plain torch: `kernels.key_scores` for rows of any layout.
+
+Two passes: the log-sum-exp of each query over all it sees, then p = exp(logit - lse) for each key. Both go by tiles of
+queries, so that no more than `TILE` logits exist at a time whatever the context is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ullage_engine.policies.base import Mode, Queries
+
+TILE = 1 << 22
+"""Logits of one tile (float32)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a layer's attention makes logits, and what it lets a query see."""
+
+    scaling: float
+    window: int | None = None
+    """Keys at this distance or farther are not seen; None: all are."""
+    softcap: float | None = None
+    """Logits are squashed to `softcap * tanh(logits / softcap)`; None: they are not."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Keys:
+    """Keys of one layer."""
+
+    vectors: torch.Tensor
+    """[H, R, D] after RoPE; finite everywhere."""
+    positions: torch.Tensor
+    """[H, R]; a query sees keys that are not after it."""
+    exists: torch.Tensor
+    """[H, R] bool."""
+
+
+def log_sum_exp(queries: Queries, keys: Keys, rule: Rule) -> torch.Tensor:
+    """[W, Hq] natural log of each query's sum of exp(logits) over the keys it sees; -inf where it sees none."""
+    parts = [logits.logsumexp(-1) for _, logits in _tiles(queries, keys, rule)]
+    return torch.cat(parts, 2).flatten(0, 1).T  # [H, G, W] -> [W, Hq]
+
+
+def attention(queries: Queries, keys: Keys, lse: torch.Tensor, mode: Mode, rule: Rule) -> torch.Tensor:
+    """[H, R] of the queries' probabilities of each key, averaged over the query heads of its KV head.
+
+    Args:
+        lse: [W, Hq] of each query over all that it saw, which may be more than these keys.
+    """
+    heads, rows = keys.exists.shape
+    found = torch.zeros((heads, queries.vectors.shape[1] // heads, rows), device=lse.device)
+    for at, logits in _tiles(queries, keys, rule):
+        logs = logits - lse[at].T.reshape(*logits.shape[:3], 1)
+        logs = logs.masked_fill(logits == float("-inf"), float("-inf"))
+        chances = logs.exp()
+        if mode == "max":
+            found = torch.maximum(found, chances.amax(2))
+        elif mode == "sum":
+            found += chances.sum(2)
+        else:
+            found -= torch.where(chances > 0, chances * logs, 0.0).sum(2)
+    return found.mean(1)
+
+
+def _tiles(queries: Queries, keys: Keys, rule: Rule) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Logits [H, G, some of W, R] float32, -inf where a query does not see a key, and which queries those are."""
+    steps, query_heads, size = queries.vectors.shape
+    heads, rows = keys.exists.shape
+    per_tile = max(1, TILE // (query_heads * rows))
+    transposed = keys.vectors.float().transpose(-1, -2).unsqueeze(1)  # [H, 1, D, R]
+    for first in range(0, steps, per_tile):
+        at = slice(first, min(first + per_tile, steps))
+        some = queries.vectors[at].float().transpose(0, 1).reshape(heads, -1, at.stop - at.start, size)
+        logits = (some * rule.scaling) @ transposed
+        if rule.softcap:
+            logits = rule.softcap * torch.tanh(logits / rule.softcap)
+        distance = queries.positions[at][None, :, None] - keys.positions.unsqueeze(1)  # [H, some of W, R]
+        seen = (distance >= 0) & keys.exists.unsqueeze(1)
+        if rule.window:
+            seen &= distance < rule.window
+        yield at, logits.masked_fill_(~seen.unsqueeze(1), float("-inf"))
