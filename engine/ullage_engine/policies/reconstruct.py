@@ -26,4 +26,5 @@ class Reconstruct:
         return by_layer(view, [self._layer(view, layer) for layer in range(view.exists.shape[0])])
 
     def _layer(self, view: SequenceView, layer: int) -> torch.Tensor:
-        return view.reread(layer) * torch.linalg.vector_norm(view.values(layer), dim=-1)
+        scores: torch.Tensor = view.reread(layer) * torch.linalg.vector_norm(view.values(layer), dim=-1)
+        return scores
