@@ -16,6 +16,8 @@ import torch
 from ullage_engine import centring, models, sizing
 from ullage_engine.cells import CellPool
 from ullage_engine.config import EngineConfig, default_cache_dir
+from ullage_engine.decode_graphs import DecodeGraphs
+from ullage_engine.device import Device, find_device
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.errors import ConfigError, KernelError, SizingError
 from ullage_engine.eviction import Protection
@@ -51,8 +53,11 @@ class LoadedEngine:
         self.core.close()
 
 
-def build_engine(config: EngineConfig) -> LoadedEngine:
+def build_engine(config: EngineConfig, device: Device | None = None) -> LoadedEngine:
     """Load the model and start the step loop.
+
+    Args:
+        device: what computes; None: the accelerator if there is one, else the host.
 
     Raises:
         ConfigError: with one line that names the setting, its value and the remedy.
@@ -60,7 +65,7 @@ def build_engine(config: EngineConfig) -> LoadedEngine:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     models.quiet_progress()
-    loop, tokenizer = in_a_thread(lambda: _assembled(config))
+    loop, tokenizer = in_a_thread(lambda: _assembled(config, device or find_device()))
     loop.start()
     return LoadedEngine(loop, tokenizer)
 
@@ -86,26 +91,27 @@ def in_a_thread(work: Callable[[], T]) -> T:
     return result
 
 
-def _assembled(config: EngineConfig) -> tuple[EngineLoop, Any]:
+def _assembled(config: EngineConfig, machine: Device) -> tuple[EngineLoop, Any]:
     """The loop, not yet started, around the loaded model; and its tokenizer."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = machine.torch_device
     source = models.resolve(config.model)
     folder = models.folder_for(source, config.cache_dir)
     models.check_architecture(folder)
     dtype = _dtype(config.dtype, device)
     draft = find_draft(config, folder)
-    layout = _check_size(config, folder, dtype, device, draft)
+    layout = _check_size(config, folder, dtype, machine, draft)
     loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
     centre = centring.key_means(loaded.model) if config.kv_centring else None
     kernels = _kernels(config, device)
     _prepare(config, loaded.model, dtype, device, kernels)
     drafting = None if draft is None else _load_draft(config, draft, dtype, device, kernels)
     beside = 0 if draft is None else draft.layout.block_bytes
-    store = _allocate(config, loaded, layout, device, centre, kernels, beside)
+    runner = _allocate(config, loaded, layout, machine, centre, kernels, beside)
     drafts = None
     if draft is not None and drafting is not None:
-        drafts = ModelRunner(drafting, BlockStore(draft.layout, store.data.shape[0], device, None, kernels), device)
-    return assemble(config, loaded, store, device, drafts), loaded.tokenizer
+        blocks = runner.store.data.shape[0]
+        drafts = ModelRunner(drafting, BlockStore(draft.layout, blocks, device, None, kernels), device)
+    return assemble(config, loaded, runner, drafts), loaded.tokenizer
 
 
 def _prepare(
@@ -159,21 +165,24 @@ def _allocate(
     config: EngineConfig,
     loaded: models.LoadedModel,
     layout: CacheLayout,
-    device: torch.device,
+    machine: Device,
     centre: torch.Tensor | None,
     kernels: CpuKernels | None,
     beside: int,
-) -> BlockStore:
-    """The KV cache, sized after the largest step has been measured."""
+) -> ModelRunner:
+    """The model over a KV cache that is sized after the largest step, and all that is recorded, has been measured."""
     context = config.max_model_len or models.shape_of(loaded.config).max_positions
+    invariant = config.numerics == "invariant"
+    records = machine.records and not invariant
     activations = measure_step(
         loaded.model,
         layout,
         tokens=config.max_batch_tokens,
         sequences=_logits_rows(config),
-        device=device,
+        device=machine,
         kernels=kernels,
-        invariant=config.numerics == "invariant",
+        invariant=invariant,
+        context=context if records else None,
     ) + layout.workspace_bytes(max(context, paged_decode.GROUP_TOKENS))
     blocks = sizing.block_count(
         layout,
@@ -181,26 +190,29 @@ def _allocate(
         kv_fraction=config.kv_fraction,
         weights=0,
         activations=activations,
-        memory=_memory(device),
+        memory=machine.memory(),
         beside=beside,
     )
     log.info("largest step takes %.1f MiB; KV cache of %d blocks", activations / sizing.MIB, blocks)
+    device = machine.torch_device
     try:
-        return BlockStore(layout, blocks, device, centre, kernels)
+        store = BlockStore(layout, blocks, device, centre, kernels)
     except RuntimeError as error:
         raise SizingError(
             f"--kv-memory: allocating {blocks} blocks of {layout.block_bytes} bytes failed on {device}: {error}"
         ) from error
+    graphs = None
+    if records:
+        graphs = DecodeGraphs(loaded.model, store, machine, limit=config.max_sequences, context=context)
+        graphs.prepare()
+    return ModelRunner(loaded.model, store, device, graphs, invariant=invariant)
 
 
 def assemble(
-    config: EngineConfig,
-    loaded: models.LoadedModel,
-    store: BlockStore,
-    device: torch.device,
-    draft: ModelRunner | None = None,
+    config: EngineConfig, loaded: models.LoadedModel, runner: ModelRunner, draft: ModelRunner | None = None
 ) -> EngineLoop:
-    """Wire pool, scheduler, runner and loop around a loaded model; the loop is not started."""
+    """Wire pool, scheduler and loop around a model and its cache; the loop is not started."""
+    store = runner.store
     blocks = store.data.shape[0]
     salt = "|".join(
         (
@@ -220,7 +232,6 @@ def assemble(
         prefix_reuse=config.prefix_reuse,
         cells=CellPool(pool, store.layout.cell_classes),
     )
-    runner = ModelRunner(loaded.model, store, device, invariant=config.numerics == "invariant")
     engine = Engine(
         identity=EngineIdentity(model=loaded.name, version=version("ullage")),
         runner=runner,
@@ -237,16 +248,8 @@ def assemble(
     return EngineLoop(engine, limits, _eos_tokens(loaded))
 
 
-def _memory(device: torch.device) -> sizing.Memory:
-    """The memory that weights and cache live in."""
-    if device.type != "cuda":
-        return sizing.read_memory()
-    free, _ = torch.cuda.mem_get_info(device)
-    return sizing.Memory(available=free, source=f"free memory of {torch.cuda.get_device_name(device)}", shared=False)
-
-
 def _check_size(
-    config: EngineConfig, folder: Path, dtype: torch.dtype, device: torch.device, draft: DraftModel | None
+    config: EngineConfig, folder: Path, dtype: torch.dtype, machine: Device, draft: DraftModel | None
 ) -> CacheLayout:
     """The layout, after an estimate from the model's config: refuses in a moment what can't work, before it loads."""
     model = models.read_config(folder)
@@ -278,7 +281,7 @@ def _check_size(
             tokens=config.max_batch_tokens,
             sequences=_logits_rows(config),
         ),
-        memory=_memory(device),
+        memory=machine.memory(),
     )
     _context(config, shape.max_positions, blocks * config.block_size)
     return layout

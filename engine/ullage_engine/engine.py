@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from ullage_engine.ahead import RunAhead
+from ullage_engine.decode_graphs import Flight
 from ullage_engine.eviction import Protection
 from ullage_engine.evictor import CellStore, RowsLost
 from ullage_engine.pool import BlockPool
@@ -75,6 +77,10 @@ class Runner(CellStore, Protocol):
         """
         ...
 
+    def launch(self, chunks: list[Chunk], ahead_of: Flight | None = None) -> Flight | None:
+        """See `ahead.Launcher`."""
+        ...
+
     def copy_blocks(self, copies: dict[int, int]) -> None:
         """Copy whole blocks, source by target; all sources are read before any target is written."""
         ...
@@ -116,6 +122,7 @@ class Engine:
             clock=clock,
         )
         self._runner = runner
+        self._ahead = RunAhead(runner, scheduler)
         self._speculator = speculator
         self._clock = clock
         self._live: dict[str, Sequence] = {}
@@ -174,17 +181,23 @@ class Engine:
 
     def step(self) -> list[Chunk]:
         """One forward pass over what the scheduler chose, and what follows from its tokens; returns what it chose."""
-        chunks = self._with_drafts(self.scheduler.plan())
-        self._runner.copy_blocks(self.scheduler.take_copies())
-        self._watch(chunks)
+        chunks = self._ahead.flying() or self._plan()
         self.forked, self.accepted = [], []
-        for chunk, rows in self._forward(chunks):
+        # drafts are proposed from the newest token, which a step run ahead does not know
+        ahead = self._ahead.results(chunks) if self._speculator is None else None
+        for chunk, rows in self._forward(chunks) if ahead is None else ahead:
             self.scheduler.computed(chunk.sequence, chunk.count)
             if rows:
                 self._start_forks(chunk.sequence, rows[0])
                 self._commit(chunk, rows)
         self._keep_budgets()
         self.steps += 1
+        return chunks
+
+    def _plan(self) -> list[Chunk]:
+        chunks = self._with_drafts(self.scheduler.plan())
+        self._runner.copy_blocks(self.scheduler.take_copies())
+        self._watch(chunks)
         return chunks
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:

@@ -4,7 +4,7 @@ EngineError
 ├── ConfigError          a setting that cannot work; ends the start with one line
 │   ├── ModelError       the model cannot be found, read or served
 │   ├── SizingError      the KV cache does not fit the memory given
-│   └── KernelError      the CPU kernels cannot be compiled or loaded
+│   └── KernelError      the kernels asked for cannot be had on this machine
 ├── RequestRejected      a request refused before it holds any memory
 │   ├── RequestTooLong   can never fit, or exceeds a limit in force for good
 │   └── Overloaded       refused for now; carries `retry_after_s`
@@ -35,7 +35,7 @@ class SizingError(ConfigError):
 
 
 class KernelError(ConfigError):
-    """The CPU kernels cannot be compiled or loaded."""
+    """The kernels asked for cannot be had on this machine."""
 
 
 class RequestRejected(EngineError):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ullage_engine.decode_graphs import Flight
+from ullage_engine.device import CpuDevice, Device
 from ullage_engine.scheduler import Chunk
 
 MODULUS = (1 << 61) - 1
@@ -39,6 +41,7 @@ class FakeRunner:
     Args:
         fail: raises to make a chunk's computation fail; called before anything is written for it.
         cell_grid: layers and KV heads.
+        device: decode steps can be launched on it; None: all is computed by `forward`.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class FakeRunner:
         vocabulary: int,
         fail: Callable[[Chunk], None] | None = None,
         cell_grid: tuple[int, int] = (1, 1),
+        device: Device | None = None,
     ) -> None:
         self.cell_grid = cell_grid
         self._cells = cell_grid[0] * cell_grid[1]
@@ -57,12 +61,15 @@ class FakeRunner:
         self._block_tokens = block_tokens
         self._vocabulary = vocabulary
         self._fail = fail
+        self._device = device or CpuDevice()
+        self._launches = device is not None
 
     def allocator_bytes(self) -> tuple[int, int]:
         size = len(self.slots) * 8
         return size, size
 
     def forward(self, chunks: list[Chunk]) -> torch.Tensor:
+        self._device.mark().wait()
         rows = []
         for chunk in chunks:
             if self._fail is not None:
@@ -74,7 +81,33 @@ class FakeRunner:
                 rows.append(row)
         return torch.stack(rows) if rows else torch.empty(0, self._vocabulary)
 
+    def launch(self, chunks: list[Chunk], ahead_of: Flight | None = None) -> Flight | None:
+        if not self._launches:
+            return None
+        if self._fail is not None:
+            for chunk in chunks:
+                self._fail(chunk)
+        offset = 0 if ahead_of is None else 1
+        # what the step needs is read now: the device comes to it when the sequences may have moved on
+        places = [(list(s.table), s.kept + offset, s.computed + offset) for s in (chunk.sequence for chunk in chunks)]
+        known = [chunk.sequence.tokens[chunk.sequence.computed] for chunk in chunks]
+        sources = None if ahead_of is None else [ahead_of.rows[id(chunk.sequence)] for chunk in chunks]
+        chosen = torch.zeros(len(chunks), dtype=torch.int64)
+
+        def work() -> None:
+            before = ahead_of.tokens() if ahead_of is not None else []
+            for row, (table, kept, position) in enumerate(places):
+                token = known[row] if sources is None else before[sources[row]]
+                previous = self._read(table, kept - 1) if kept else 0
+                value = mix(previous, token, position)
+                self._put(table[kept // self._block_tokens] * self._block_tokens + kept % self._block_tokens, value)
+                chosen[row] = value % self._vocabulary
+
+        self._device.launch(work)
+        return Flight(chunks, self._device.mark(), chosen)
+
     def copy_blocks(self, copies: dict[int, int]) -> None:
+        self._device.mark().wait()
         size = self._block_tokens * self._cells
         content = {target: self.slots[source * size : (source + 1) * size] for target, source in copies.items()}
         for target, slots in content.items():
@@ -87,6 +120,7 @@ class FakeRunner:
     def gather_cells(
         self, sources: torch.Tensor, source_rows: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor
     ) -> None:
+        self._device.mark().wait()
         read = (sources * self._block_tokens + source_rows).tolist()
         written = (targets * self._block_tokens + target_rows).tolist()
         if len(set(written)) < len(written) or not set(written).isdisjoint(read):
@@ -95,6 +129,7 @@ class FakeRunner:
             self.slots[target] = self.slots[source]
 
     def scrub(self, blocks: list[int], cells: list[int]) -> None:
+        self._device.mark().wait()
         size = self._block_tokens
         of_blocks = [block * self._cells + place for block in blocks for place in range(self._cells)]
         for cell in (*of_blocks, *cells):
@@ -118,8 +153,12 @@ class FakeRunner:
         return values
 
     def _read(self, table: list[int], row: int) -> int:
-        index, offset = divmod(row, self._block_tokens)
-        value = self.slots[table[index] * self._cells * self._block_tokens + offset]
+        value = self.slots[self._slot(table, row)]
         if value is None:
             raise LookupError(f"row {row} was never written")
         return value
+
+    def _slot(self, table: list[int], row: int) -> int:
+        """Where the first head's cell holds a row."""
+        index, offset = divmod(row, self._block_tokens)
+        return table[index] * self._cells * self._block_tokens + offset

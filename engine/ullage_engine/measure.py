@@ -7,12 +7,10 @@ is added by arithmetic (`CacheLayout.workspace_bytes`), because running one woul
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from ullage_engine.decode_graphs import DecodeGraphs
+from ullage_engine.device import Device
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
 from ullage_engine.request import GenerationRequest, SamplingParams
@@ -21,13 +19,6 @@ from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
 from ullage_engine.store import BlockStore
 
-log = logging.getLogger(__name__)
-
-STATUS = Path("/proc/self/status")
-CLEAR_REFS = Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
-"""Written to clear_refs: the peak of resident memory starts anew (proc(5))."""
-
 
 def measure_step(
     model: Any,
@@ -35,27 +26,31 @@ def measure_step(
     *,
     tokens: int,
     sequences: int,
-    device: torch.device,
+    device: Device,
     kernels: CpuKernels | None = None,
     invariant: bool = False,
+    context: int | None = None,
 ) -> int:
-    """Bytes that a step of `tokens` tokens and `sequences` logits rows takes beyond the cache itself."""
+    """Bytes that a step of `tokens` tokens and `sequences` logits rows takes beyond the cache itself.
+
+    Args:
+        context: most tokens of a sequence, where decode steps are recorded: what they hold is counted too.
+    """
     chunks = _largest(layout, tokens, min(sequences, tokens))
-    scratch = BlockStore(layout, sum(len(chunk.sequence.table) for chunk in chunks), device, kernels=kernels)
-    runner = ModelRunner(model, scratch, device, invariant=invariant)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    blocks = sum(len(chunk.sequence.table) for chunk in chunks)
+    scratch = BlockStore(layout, blocks, device.torch_device, kernels=kernels)
+    scratch.data.fill_(0)  # host pages become resident before the reading, so that they don't count as activations
+    runner = ModelRunner(model, scratch, device.torch_device, invariant=invariant)
+
+    def largest_of_all() -> DecodeGraphs | None:
         runner.forward(chunks)
-        return torch.cuda.max_memory_allocated(device) - before
-    scratch.data.fill_(0)  # its pages become resident before the reading, so that they don't count as activations
-    try:
-        CLEAR_REFS.write_text(RESET_PEAK)
-    except OSError:  # some sandboxes have no such file: the peak so far stands for the peak of the step
-        log.warning("%s cannot be written; the largest step is estimated from the peak so far", CLEAR_REFS)
-    before = _resident("VmRSS")
-    runner.forward(chunks)
-    return max(0, _resident("VmHWM") - before)
+        if context is None:
+            return None
+        graphs = DecodeGraphs(model, scratch, device, limit=sequences, context=context)
+        graphs.prepare()
+        return graphs
+
+    return device.peak_bytes(largest_of_all)
 
 
 def _largest(layout: CacheLayout, tokens: int, sequences: int) -> list[Chunk]:
@@ -73,10 +68,3 @@ def _largest(layout: CacheLayout, tokens: int, sequences: int) -> list[Chunk]:
         used += blocks
         chunks.append(Chunk(sequence, count))
     return chunks
-
-
-def _resident(field: str) -> int:
-    for line in STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return 0

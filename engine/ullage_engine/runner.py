@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from ullage_engine.attention import make_batch
+from ullage_engine.decode_graphs import DecodeGraphs, Flight
+from ullage_engine.device import tensor_on
 from ullage_engine.scheduler import Chunk
 from ullage_engine.store import BlockStore
 
@@ -15,11 +17,21 @@ class ModelRunner:
     """Forward passes of one model over one block store.
 
     Args:
+        decode: computes decode steps; None: they are packed and padded anew each time, which a CPU does as fast.
         invariant: a token's result depends on its own sequence alone, to the bit; the model's linear layers must have
             been made so by `numerics.make_invariant`.
     """
 
-    def __init__(self, model: Any, store: BlockStore, device: torch.device, *, invariant: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        store: BlockStore,
+        device: torch.device,
+        decode: DecodeGraphs | None = None,
+        *,
+        invariant: bool = False,
+    ) -> None:
+        self._decode = decode
         self._model = model
         self.store = store
         self._device = device
@@ -40,6 +52,8 @@ class ModelRunner:
             Logits [n, V] float32 in host memory, where tokens are chosen, each sequence by its own generator: in
             order, of each chunk that completes its sequence, of its last token and its drafts.
         """
+        if self._decode is not None and self._decode.fits(chunks) and all(chunk.completes for chunk in chunks):
+            return self._decode.launch(chunks, logits=True).logits()
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -50,15 +64,21 @@ class ModelRunner:
             if chunk.completes:
                 last.extend(range(len(tokens) - 1 - len(chunk.draft.tokens), len(tokens)))
         output = self._model(
-            input_ids=torch.tensor([tokens], device=self._device),
-            position_ids=torch.tensor([positions], device=self._device),
+            input_ids=tensor_on(self._device, [tokens]),
+            position_ids=tensor_on(self._device, [positions]),
             use_cache=False,
             # the head over one row at least: an empty selection is not defined for every architecture
-            logits_to_keep=torch.tensor(last or [len(tokens) - 1], device=self._device),
+            logits_to_keep=tensor_on(self._device, last or [len(tokens) - 1]),
             ullage_batch=make_batch(self.store, chunks, self._device, row_by_row=self._invariant),
         )
         logits: torch.Tensor = output.logits[0, : len(last)].float().cpu()
         return logits
+
+    def launch(self, chunks: list[Chunk], ahead_of: Flight | None = None) -> Flight | None:
+        """Begin a decode step and return at once; see `engine.Runner`."""
+        if self._decode is None or not self._decode.fits(chunks):
+            return None
+        return self._decode.launch(chunks, ahead_of)
 
     def copy_blocks(self, copies: dict[int, int]) -> None:
         """Copy whole blocks, source by target."""
@@ -86,5 +106,6 @@ class ModelRunner:
     def scrub(self, blocks: list[int], cells: list[int]) -> None:
         """Zero blocks and cells whose content may hold NaN, before others get them."""
         if blocks:
-            self.store.data[torch.tensor(blocks, device=self._device)] = 0
-        self.store.zero_cells(torch.tensor(cells, device=self._device))
+            self.store.data[tensor_on(self._device, blocks)] = 0
+        if cells:
+            self.store.zero_cells(tensor_on(self._device, cells))

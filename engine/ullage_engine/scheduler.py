@@ -142,6 +142,21 @@ class Scheduler:
         """Give back blocks beyond those for the computed tokens and `coming` more."""
         self._pool.release(sequence.drop_tail(coming))
 
+    def plan_ahead(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The step after one that decodes `chunks` and is not booked yet, with blocks for it; empty where it depends on
+        that step's tokens: a request waits for the place that one may leave, or blocks are too few for all.
+        """
+        going = [chunk.sequence for chunk in chunks if chunk.sequence.remaining > 1]
+        full = len(going) == self._max_sequences
+        if len(chunks) < len(self.running) or (self.waiting and not full):
+            return []
+        missing = [max(0, self._missing(sequence, 2)) for sequence in going]
+        if sum(missing) > self._pool.available:
+            return []
+        for sequence, count in zip(going, missing, strict=True):
+            sequence.append_blocks(self._pool.allocate(count))
+        return [Chunk(sequence, 1) for sequence in going]
+
     def computed(self, sequence: Sequence, count: int) -> None:
         """Book `count` more tokens whose keys and values are now in the cache; publishes blocks that became full."""
         before = sequence.kept

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from ullage_engine import cuda
 from ullage_engine.kernels import dispatch
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.kernels.dispatch import Backend
@@ -18,13 +19,15 @@ from ullage_engine.layout import CacheLayout
 
 
 class BlockStore:
-    """The bytes of all blocks, [blocks, block_bytes] uint8. Not thread-safe: the step loop alone touches it.
+    """The bytes of all blocks, [blocks, block_stride] uint8. Not thread-safe: the step loop alone touches it.
 
     Args:
         centre: [layers, kv_heads, head_size] subtracted from keys before they are stored. A vector common to all keys
             of a head shifts all logits of a query alike, so softmax does not see it, and codes lose no range to it.
         kernels: the compiled CPU kernels, where the bytes are in host memory and they are wanted.
         backend: who computes; see `kernels.dispatch.choose`.
+        block_stride: bytes from a block to the next, a multiple of `view.UNIT`; None: `layout.block_bytes`. More puts
+            blocks on pages, for whoever transfers them.
 
     Raises:
         KernelError: the backend cannot serve this layout here.
@@ -38,11 +41,12 @@ class BlockStore:
         centre: torch.Tensor | None = None,
         kernels: CpuKernels | None = None,
         backend: Backend = "auto",
+        block_stride: int | None = None,
     ) -> None:
         self.layout = layout
         self.centre = centre
         self.operations = dispatch.choose(layout, torch.device(device), kernels, backend)
-        self.data = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device=device)
+        self.data = torch.zeros((blocks, block_stride or layout.block_bytes), dtype=torch.uint8, device=device)
 
     @property
     def kernels(self) -> CpuKernels | None:
@@ -56,7 +60,7 @@ class BlockStore:
     def allocator_bytes(self) -> tuple[int, int]:
         """Bytes that torch's allocator has reserved and, of those, handed out; on a CPU the store itself."""
         if self.data.device.type == "cuda":
-            return torch.cuda.memory_reserved(self.data.device), torch.cuda.memory_allocated(self.data.device)
+            return cuda.allocator_bytes(self.data.device)
         return self.nbytes, self.nbytes
 
     @cached_property
@@ -95,14 +99,17 @@ class BlockStore:
 
     def cell_offsets(self, cells: torch.Tensor) -> torch.Tensor:
         """Bytes from the store's start to cells by id, `block * cells_per_block + place`; any shape, int64."""
-        layout = self.layout
-        return cells // layout.cells_per_block * layout.block_bytes + self._places[cells % layout.cells_per_block]
+        count = self.layout.cells_per_block
+        return cells // count * self.data.shape[1] + self._places[cells % count]
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole blocks: codes and scales of all layers and heads."""
+        """Copy whole blocks: codes and scales of all layers and heads. Sources are read before targets are written."""
         device = self.data.device
-        moves = (torch.tensor(sources, device=device), torch.tensor(targets, device=device))
-        self.operations.copy_blocks(self.data, self.data, *moves)
+        moves = [torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in (sources, targets)]
+        if set(sources) & set(targets):  # a block that was copied, released and taken for another copy, in one step
+            self.data[moves[1]] = self.data[moves[0]]
+        else:
+            self.operations.copy_blocks(self.data, self.data, *moves)
 
     def gather_cells(
         self,

@@ -78,8 +78,9 @@ def fake_engine() -> Callable[..., Any]:
         grid: tuple[int, int] = (1, 1),
         classes: Any = None,
         retention: Any = None,
+        device: Any = None,
     ) -> tuple[Any, Any]:
-        runner = FakeRunner(blocks, block_tokens, vocabulary, fail, grid)
+        runner = FakeRunner(blocks, block_tokens, vocabulary, fail, grid, device)
         pool = BlockPool(blocks, block_tokens, PrefixIndex("salt", block_tokens, hasher))
         scheduler = Scheduler(
             pool,

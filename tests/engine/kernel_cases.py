@@ -52,3 +52,14 @@ def layouts(kinds: tuple[str, ...] = ("fp8", "int8", "bf16", "fp32")) -> st.Sear
         kind=st.sampled_from(kinds),
         other=st.sampled_from([None, "bf16"]),
     )
+
+
+def filled(store: BlockStore, share: float = 1.0) -> BlockStore:
+    """Distinct rows in the first slots of every layer, up to this share of all; returns the store."""
+    layout = store.layout
+    generator = torch.Generator().manual_seed(0)
+    tokens = int(len(store.data) * layout.block_tokens * share)
+    for layer in range(layout.layers):
+        rows = torch.randn(2, tokens, layout.kv_heads, layout.head_size, generator=generator).to(store.data.device)
+        store.write(layer, torch.arange(tokens, device=store.data.device), *rows)
+    return store

@@ -25,17 +25,23 @@ def make_engine(
     shape = shape_of(model.config)
     layout = CacheLayout(shape.layers, shape.kv_heads, shape.head_size, size, kind)
     store = BlockStore(layout, blocks, "cpu", None, options.get("kernels"))
-    pool = BlockPool(blocks, size, PrefixIndex("test", size))
+    runner = ModelRunner(model, store, torch.device("cpu"), invariant=options.pop("invariant", False))
+    return engine_around(runner, budget, **options)
+
+
+def engine_around(runner: ModelRunner, budget: int = 96, **options: Any) -> Engine:
+    size = runner.store.layout.block_tokens
+    pool = BlockPool(runner.store.data.shape[0], size, PrefixIndex("test", size))
     scheduler = Scheduler(
         pool,
         max_batch_tokens=budget,
         max_sequences=options.get("sequences", 8),
         prefix_reuse=options.get("reuse", True),
-        cells=CellPool(pool, layout.cell_classes),
+        cells=CellPool(pool, runner.store.layout.cell_classes),
     )
     return Engine(
         identity=EngineIdentity(model="test", version="0"),
-        runner=ModelRunner(model, store, torch.device("cpu"), invariant=options.get("invariant", False)),
+        runner=runner,
         pool=pool,
         scheduler=scheduler,
         protection=Protection(first_tokens=options.get("first", 16), recent_tokens=options.get("recent", 16)),

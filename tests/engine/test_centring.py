@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ullage_engine import attention, measure
+from ullage_engine import attention, device
 from ullage_engine.build import build_engine
 from ullage_engine.centring import fingerprint, key_means
 from ullage_engine.config import EngineConfig
+from ullage_engine.device import CpuDevice
 from ullage_engine.engine import Engine
 from ullage_engine.errors import ConfigError
 from ullage_engine.layout import CacheLayout
@@ -111,9 +112,9 @@ def test_largest_step_is_measured_above_its_logits() -> None:
     model = biased_qwen()
     model.set_attn_implementation(attention.NAME)
     layout = CacheLayout(2, 2, HEAD, 8)
-    size = measure_step(model, layout, tokens=256, sequences=32, device=torch.device("cpu"))
+    size = measure_step(model, layout, tokens=256, sequences=32, device=CpuDevice())
     assert 0 <= size < 1 << 30
-    assert measure_step(model, layout, tokens=5, sequences=32, device=torch.device("cpu")) >= 0
+    assert measure_step(model, layout, tokens=5, sequences=32, device=CpuDevice()) >= 0
 
 
 @pytest.mark.parametrize("options", [{"kv_centring": True, "kv_group": 16}, {"kv_bf16_layers": frozenset({1})}])
@@ -153,8 +154,8 @@ def test_a_model_that_caps_its_logits_cannot_be_centred(tmp_path: Any) -> None:
 def test_a_system_without_a_resettable_peak_still_starts(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(measure, "CLEAR_REFS", tmp_path / "none" / "clear_refs")
+    monkeypatch.setattr(device, "CLEAR_REFS", tmp_path / "none" / "clear_refs")
     model = biased_qwen()
     model.set_attn_implementation(attention.NAME)
-    assert measure_step(model, CacheLayout(2, 2, HEAD, 8), tokens=16, sequences=2, device=torch.device("cpu")) >= 0
+    assert measure_step(model, CacheLayout(2, 2, HEAD, 8), tokens=16, sequences=2, device=CpuDevice()) >= 0
     assert "cannot be written" in caplog.text

@@ -92,13 +92,17 @@ class EngineMachine(RuleBasedStateMachine):
         request = GenerationRequest(
             request_id=name,
             prompt=tuple(prompt),
-            sampling=SamplingParams(max_tokens=count, temperature=0),
+            sampling=SamplingParams(max_tokens=count, temperature=0, stop_token_ids=self.stops(prompt)),
             fork_of=parent,
             kv_budget=None if budget is None else KvBudget.of(budget),
             kv_policy=policy,
         )
         self.requests[name], self.outputs[name] = request, []
         self.engine.add(request, self.outputs[name].append)
+
+    def stops(self, prompt: list[int]) -> frozenset[int]:
+        """Tokens that end the answer to a prompt."""
+        return frozenset()
 
     @rule()
     def step(self) -> None:
@@ -181,9 +185,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.snapshot(None, draining=False).slots_filled == 0
         for name, request in self.requests.items():
             tokens = [output.token for output in self.outputs[name]]
-            wanted = expected_tokens(request.prompt, request.sampling.max_tokens, VOCABULARY)
+            wanted, reason = self.wanted(request)
             assert tokens == (wanted[: len(tokens)] if name in self.aborted else wanted)
-            assert name in self.aborted or self.outputs[name][-1].finish_reason == "length"
+            assert name in self.aborted or self.outputs[name][-1].finish_reason == reason
+
+    def wanted(self, request: GenerationRequest) -> tuple[list[int], str]:
+        """The tokens of an answer, and why it ends."""
+        return expected_tokens(request.prompt, request.sampling.max_tokens, VOCABULARY), "length"
 
 
 def test_any_order_of_operations(fake_engine: Any) -> None:

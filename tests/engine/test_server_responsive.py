@@ -26,6 +26,7 @@ from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.metrics import PREFIX
 from ullage_engine.models import shape_of
 from ullage_engine.request import GenerationRequest, TokenOutput
+from ullage_engine.runner import ModelRunner
 from ullage_engine.store import BlockStore
 
 Open = Callable[..., Any]
@@ -157,7 +158,7 @@ async def test_the_server_answers_during_a_long_prefill_of_the_real_model(smollm
     config = EngineConfig(model="smollm2", max_batch_tokens=512)
     shape = shape_of(smollm2.config)
     store = BlockStore(CacheLayout(shape.layers, shape.kv_heads, shape.head_size, 16, "fp8"), 64)
-    loop = assemble(config, smollm2, store, torch.device("cpu"))
+    loop = assemble(config, smollm2, ModelRunner(smollm2.model, store, torch.device("cpu")))
     runner = Repeating(loop._engine._runner)
     loop._engine._runner = runner
     loop.start()

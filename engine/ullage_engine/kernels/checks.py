@@ -32,7 +32,7 @@ def target_of(data: torch.Tensor) -> Target:
 
     Raises:
         ValueError: it is in host memory, and Triton's interpreter is not in use.
-        UnknownTarget: see `targets.of`.
+        KernelError: see `targets.of`.
     """
     from ullage_engine.kernels.device import interpreter
 

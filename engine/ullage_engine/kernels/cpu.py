@@ -154,8 +154,9 @@ class CpuKernels:
         query = query if query.stride(1) == cells.head_size else query.contiguous()
         same = out.is_contiguous() and out.shape == query.shape and out.dtype == query.dtype
         _require(same, f"out must be contiguous, {tuple(query.shape)} of {query.dtype}", out)
+        blocks, starts = tables.tables.contiguous(), tables.starts.contiguous()
         self._library.ullage_decode(
-            ctypes.addressof(cells), tables.tables.data_ptr(), tables.starts.data_ptr(), tables.tables.shape[1],
+            ctypes.addressof(cells), blocks.data_ptr(), starts.data_ptr(), blocks.shape[1],
             tables.rows.data_ptr(), tables.positions.data_ptr(), window or 0, scaling, softcap or 0.0,
             tables.at.numel(), query.data_ptr(), query.stride(0), tables.at.data_ptr(),
             out.data_ptr(), out.stride(0), query.shape[1], TYPES[query.dtype], torch.get_num_threads(),

@@ -7,6 +7,7 @@ others. A backend may implement some operations only and take the rest from anot
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +15,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ullage_engine.errors import KernelError
-from ullage_engine.kernels import copy_blocks, gather_cells, key_scores, kv_write, merge, paged_decode, paged_prefill
+from ullage_engine.kernels import (
+    copy_blocks,
+    gather_cells,
+    key_scores,
+    kv_write,
+    merge,
+    paged_decode,
+    paged_prefill,
+    targets,
+)
 from ullage_engine.kernels.build import Operation
 from ullage_engine.kernels.view import LayerView
 
@@ -22,7 +32,9 @@ if TYPE_CHECKING:
     from ullage_engine.kernels.cpu import CpuKernels
     from ullage_engine.layout import CacheLayout
 
-OPERATIONS: tuple[Operation, ...] = (kv_write,)
+log = logging.getLogger(__name__)
+
+OPERATIONS: tuple[Operation, ...] = (kv_write, copy_blocks, gather_cells)
 """What has a Triton kernel; each module is a `build.Operation`."""
 Backend = Literal["auto", "native", "torch", "triton"]
 
@@ -54,7 +66,13 @@ TORCH = Kernels(
     key_scores=key_scores.reference,
 )
 """Works everywhere."""
-TRITON = replace(TORCH, name="triton", kv_write=kv_write.kernel)
+TRITON = replace(
+    TORCH,
+    name="triton",
+    kv_write=kv_write.kernel,
+    copy_blocks=copy_blocks.kernel,
+    gather_cells=gather_cells.kernel,
+)
 """For GPUs; on CPU tensors in Triton's interpreter alone."""
 
 
@@ -93,18 +111,20 @@ def _compiled(native: CpuKernels) -> Kernels:
 
 def _fastest(layout: CacheLayout, device: torch.device, native: CpuKernels | None) -> Backend:
     if device.type != "cpu":
-        return "triton" if has_triton() else "torch"
+        try:
+            _check_triton(device)
+        except KernelError as error:
+            log.warning("torch computes attention, which is many times slower than kernels for this GPU: %s", error)
+            return "torch"
+        return "triton"
     return "native" if native is not None and native.serves(layout) else "torch"
 
 
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _check_triton(device: torch.device) -> None:
-    if not has_triton():
+    if importlib.util.find_spec("triton") is None:
         raise KernelError("--kernels: triton is not installed; pip install 'ullage[gpu]', or leave the option out")
     from ullage_engine.kernels.device import interpreter
 
     if device.type == "cpu" and not interpreter.active():
         raise KernelError("--kernels: triton needs a GPU, and torch sees none here; leave the option out")
+    targets.of(device)

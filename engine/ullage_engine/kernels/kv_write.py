@@ -8,7 +8,7 @@ import torch
 
 from ullage_engine.kernels.build import Build, Serving
 from ullage_engine.kernels.checks import require, require_indices, rows_of, target_of
-from ullage_engine.kernels.targets import Target
+from ullage_engine.kernels.targets import Target, side
 from ullage_engine.kernels.view import LayerView
 from ullage_engine.quant import quantise
 
@@ -83,7 +83,7 @@ def builds(serving: Serving, target: Target) -> list[Build]:
 def _constants(view: LayerView, target: Target) -> dict[str, Any]:
     # without scales nothing sets a group of channels apart, and a row is a whole head
     group = view.group if view.kind.quantised else view.head_size
-    columns = 1 << (group - 1).bit_length()
+    columns = side(group)
     return {
         "HEADS": view.kv_heads,
         "GROUPS": view.head_size // group,

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from ullage_engine.errors import KernelError
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -44,15 +46,11 @@ INTERPRETER = Target("interpreter", "cuda", 80, 32, 65_536, False, 65_536)
 they can be, since it takes a millisecond an operation whatever the operation's size."""
 
 
-class UnknownTarget(Exception):
-    """No kernels are compiled for this GPU."""
-
-
 def of(device: torch.device) -> Target:
     """What kernels for tensors on `device` are compiled for.
 
     Raises:
-        UnknownTarget: the GPU is older than all targets, or AMD's and not among them.
+        KernelError: the GPU is older than all targets, or AMD's and not among them.
     """
     return INTERPRETER if device.type == "cpu" else _of_gpu(torch.cuda.current_device(), device.index)
 
@@ -69,7 +67,7 @@ def of_nvidia(capability: int) -> Target:
     """The newest target that is not newer than the GPU; `capability` is ten times its compute capability."""
     fitting = [t for t in TARGETS if isinstance(t.arch, int) and t.arch <= capability]
     if not fitting:
-        raise UnknownTarget(f"a GPU of compute capability {capability / 10} is older than 8.0, the oldest supported")
+        raise KernelError(f"a GPU of compute capability {capability / 10} is older than 8.0, the oldest supported")
     return fitting[-1]
 
 
@@ -80,4 +78,9 @@ def of_amd(name: str) -> Target:
         if target.arch == arch:
             return target
     known = ", ".join(str(t.arch) for t in TARGETS if t.backend == "hip")
-    raise UnknownTarget(f"an AMD GPU {arch} is not supported; {known} is")
+    raise KernelError(f"an AMD GPU {arch} is not supported; {known} is")
+
+
+def side(size: int) -> int:
+    """Of a tile that holds `size`: the least power of two that is not below it, as Triton's shapes are."""
+    return 1 << (size - 1).bit_length()

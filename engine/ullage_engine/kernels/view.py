@@ -38,7 +38,7 @@ class LayerView:
     """One layer of a store's bytes. All offsets are bytes, multiples of `UNIT`."""
 
     data: torch.Tensor
-    """[blocks, block_bytes] uint8, contiguous."""
+    """[blocks, block_bytes] uint8, contiguous; blocks may be longer than the layout's, by what nobody reads."""
     kind: CacheType
     kv_heads: int
     head_size: int
@@ -46,7 +46,7 @@ class LayerView:
     group: int
     """Channels that share a scale."""
     uniform: bool
-    """Whether all layers' cells are of one size, so that the store is an array of cells."""
+    """Whether the store is an array of cells of one size: all layers are alike, and blocks end with their last cell."""
     layer_offset: int
     """From a block's start to the layer's first cell."""
     cell_bytes: int
@@ -60,10 +60,22 @@ class LayerView:
 
     @staticmethod
     def of(data: torch.Tensor, layout: CacheLayout, layer: int) -> LayerView:
+        """One layer of `data`, [blocks, at least layout.block_bytes].
+
+        Raises:
+            ValueError: the bytes do not lie as they must.
+        """
+        fits = data.is_contiguous() and data.shape[1] >= layout.block_bytes and data.shape[1] % UNIT == 0
+        if not fits or data.data_ptr() % UNIT:
+            raise ValueError(
+                f"blocks must be contiguous, {layout.block_bytes} bytes or more and whole units of {UNIT}, "
+                f"not {tuple(data.shape)} with strides {data.stride()} at {data.data_ptr():#x}"
+            )
         cell = layout.cells[layer]
+        uniform = len(layout.cell_classes) == 1 and data.shape[1] % cell.size == 0
         return LayerView(
             data, cell.kind, layout.kv_heads, layout.head_size, layout.block_tokens, layout.group_size,
-            len(layout.cell_classes) == 1, layout.layer_offsets[layer], cell.size,
+            uniform, layout.layer_offsets[layer], cell.size,
             cell.k_codes, cell.k_scales, cell.v_codes, cell.v_scales,
         )  # fmt: skip
 
