@@ -28,7 +28,6 @@ from throughput import model_and_text
 from ullage_engine import attention, engine, fused, models
 from ullage_engine import runner as runner_module
 from ullage_engine.cells import CellPool
-from ullage_engine.config import CPU_KERNELS
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
 from ullage_engine.kernels.cpu import CpuKernels
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     folder, text_ids = model_and_text()
     models.quiet_progress()
-    native = options.cpu_kernels == "native"
+    native = options.kernels == "native"
     loaded, kernels = load(folder, getattr(torch, options.dtype), native=native)
     clock = Clock()
     subject = build(loaded, options, kernels)
@@ -95,7 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-type", default="fp8")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--cpu-kernels", choices=CPU_KERNELS[1:], default="native")
+    parser.add_argument("--kernels", choices=("native", "torch"), default="native")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args(arguments)
 

@@ -22,8 +22,9 @@ from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.errors import ConfigError, KernelError, SizingError
 from ullage_engine.eviction import Protection
 from ullage_engine.fused import fuse_layers
-from ullage_engine.kernels import cpu_build, paged_decode
+from ullage_engine.kernels import cpu_build, dispatch, paged_decode
 from ullage_engine.kernels.cpu import CpuKernels
+from ullage_engine.kernels.dispatch import Choice
 from ullage_engine.layout import CacheLayout
 from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.measure import measure_step
@@ -97,12 +98,12 @@ def _assembled(config: EngineConfig, machine: Device) -> tuple[EngineLoop, Any]:
     source = models.resolve(config.model)
     folder = models.folder_for(source, config.cache_dir)
     models.check_architecture(folder)
+    kernels = _kernels(config, device)
     dtype = _dtype(config.dtype, device)
     draft = find_draft(config, folder)
     layout = _check_size(config, folder, dtype, machine, draft)
     loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
     centre = centring.key_means(loaded.model) if config.kv_centring else None
-    kernels = _kernels(config, device)
     _prepare(config, loaded.model, dtype, device, kernels)
     drafting = None if draft is None else _load_draft(config, draft, dtype, device, kernels)
     beside = 0 if draft is None else draft.layout.block_bytes
@@ -114,18 +115,16 @@ def _assembled(config: EngineConfig, machine: Device) -> tuple[EngineLoop, Any]:
     return assemble(config, loaded, runner, drafts), loaded.tokenizer
 
 
-def _prepare(
-    config: EngineConfig, model: Any, dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None
-) -> None:
+def _prepare(config: EngineConfig, model: Any, dtype: torch.dtype, device: torch.device, kernels: Choice) -> None:
     """Lay a model's weights out as this machine and the settings want them."""
     if device.type == "cpu":
-        speed_up(model, dtype, kernels)
+        speed_up(model, dtype, kernels if isinstance(kernels, CpuKernels) else None)
     if config.numerics == "invariant":
         make_invariant(model)
 
 
 def _load_draft(
-    config: EngineConfig, draft: DraftModel, dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None
+    config: EngineConfig, draft: DraftModel, dtype: torch.dtype, device: torch.device, kernels: Choice
 ) -> Any:
     """The draft model, ready to run."""
     with named_draft():
@@ -134,19 +133,35 @@ def _load_draft(
     return model
 
 
-def _kernels(config: EngineConfig, device: torch.device) -> CpuKernels | None:
-    """The compiled CPU kernels, unless they are not wanted, or not to be had and not insisted on."""
-    if device.type != "cpu" or config.cpu_kernels == "torch":
-        return None
+def _kernels(config: EngineConfig, device: torch.device) -> Choice:
+    """Who computes on this device.
+
+    Raises:
+        KernelError: what the settings insist on is not to be had.
+    """
+    if config.kernels == "torch":
+        return "torch"
+    if config.kernels == "triton":
+        dispatch.require_triton(device)
+        return "triton"
+    if device.type == "cpu":
+        return _compiled(config)
+    if config.kernels == "native":
+        raise KernelError(f"--kernels: native is for a CPU, and the model runs on {device}; leave the option out")
+    return None
+
+
+def _compiled(config: EngineConfig) -> Choice:
+    """The compiled CPU kernels; torch where they are not to be had and not insisted on."""
     try:
         return CpuKernels(cpu_build.library((config.cache_dir or default_cache_dir()) / "kernels"))
     except KernelError as error:
-        if config.cpu_kernels == "native":
-            raise KernelError(f"--cpu-kernels: native is not to be had: {error}; leave the option out") from error
+        if config.kernels == "native":
+            raise KernelError(f"--kernels: native is not to be had: {error}; leave the option out") from error
         log.warning(
             "torch alone computes attention, so decoding takes about twice as long as with compiled kernels: %s", error
         )
-        return None
+        return "torch"
 
 
 def speed_up(model: Any, dtype: torch.dtype, kernels: CpuKernels | None) -> None:
@@ -167,7 +182,7 @@ def _allocate(
     layout: CacheLayout,
     machine: Device,
     centre: torch.Tensor | None,
-    kernels: CpuKernels | None,
+    kernels: Choice,
     beside: int,
 ) -> ModelRunner:
     """The model over a KV cache that is sized after the largest step, and all that is recorded, has been measured."""

@@ -20,7 +20,7 @@ KvType = Literal["fp8", "int8", "bf16", "fp32"]
 BlockSize = Literal[8, 16, 32]
 Dtype = Literal["auto", "float32", "bfloat16"]
 EvictionPolicy = Literal["recency"]
-CpuKernelChoice = Literal["auto", "native", "torch"]
+KernelChoice = Literal["auto", "native", "torch", "triton"]
 Numerics = Literal["fast", "invariant"]
 Speculation = Literal["off", "ngram", "draft"]
 
@@ -28,7 +28,7 @@ KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 BLOCK_SIZES: tuple[BlockSize, ...] = get_args(BlockSize)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
-CPU_KERNELS: tuple[CpuKernelChoice, ...] = get_args(CpuKernelChoice)
+KERNELS: tuple[KernelChoice, ...] = get_args(KernelChoice)
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 SPECULATIONS: tuple[Speculation, ...] = get_args(Speculation)
 
@@ -103,8 +103,9 @@ class EngineConfig:
     """Of weights and activations; auto: bfloat16 on a GPU and on a CPU with matrix units, else float32."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
-    cpu_kernels: CpuKernelChoice = "auto"
-    """native: compiled ones, or the start fails; torch: none; auto: compiled ones where a compiler is found."""
+    kernels: KernelChoice = "auto"
+    """native: compiled for this CPU, or the start fails; triton: for a GPU, or the start fails; torch: none; auto:
+    triton on a GPU, and on a CPU native where a compiler is found."""
     numerics: Numerics = "fast"
     """invariant: logits depend, to the bit, on their own sequence alone, not on the batch; slower."""
     speculation: Speculation = "off"
@@ -139,7 +140,7 @@ class EngineConfig:
         _require_one_of(self.block_size, BLOCK_SIZES, "--block-size")
         _require_one_of(self.dtype, DTYPES, "--dtype")
         _require_one_of(self.eviction_policy, EVICTION_POLICIES, "--eviction-policy")
-        _require_one_of(self.cpu_kernels, CPU_KERNELS, "--cpu-kernels")
+        _require_one_of(self.kernels, KERNELS, "--kernels")
         _require_one_of(self.numerics, NUMERICS, "--numerics")
         _require_one_of(self.speculation, SPECULATIONS, "--speculation")
         _require(

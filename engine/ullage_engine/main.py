@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from ullage_engine.api.core import LoadedEngine
 from ullage_engine.config import (
     BLOCK_SIZES,
-    CPU_KERNELS,
     DTYPES,
     EVICTION_POLICIES,
+    KERNELS,
     KV_TYPES,
     NUMERICS,
     SPECULATIONS,
@@ -72,7 +72,10 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
     group.add_argument("--threads", type=_whole, metavar="N", help="CPU threads of torch")
     group.add_argument(
-        "--cpu-kernels", choices=CPU_KERNELS, default="auto", help="compiled for this CPU, or torch alone (%(default)s)"
+        "--kernels",
+        choices=KERNELS,
+        default="auto",
+        help="native: compiled for this CPU; triton: for a GPU; torch: neither (%(default)s)",
     )
     group.add_argument(
         "--numerics",
@@ -182,7 +185,7 @@ def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
         max_queue=parsed.max_queue,
         dtype=parsed.dtype,
         threads=parsed.threads,
-        cpu_kernels=parsed.cpu_kernels,
+        kernels=parsed.kernels,
         numerics=parsed.numerics,
         speculation=parsed.speculation,
         draft_model=parsed.draft_model,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ullage_engine.decode_graphs import DecodeGraphs
 from ullage_engine.device import Device
-from ullage_engine.kernels.cpu import CpuKernels
+from ullage_engine.kernels.dispatch import Choice
 from ullage_engine.layout import CacheLayout
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.runner import ModelRunner
@@ -27,7 +27,7 @@ def measure_step(
     tokens: int,
     sequences: int,
     device: Device,
-    kernels: CpuKernels | None = None,
+    kernels: Choice = None,
     invariant: bool = False,
     context: int | None = None,
 ) -> int:

@@ -13,7 +13,6 @@ import torch
 from ullage_engine import cuda
 from ullage_engine.kernels import dispatch
 from ullage_engine.kernels.cpu import CpuKernels
-from ullage_engine.kernels.dispatch import Backend
 from ullage_engine.kernels.view import LayerView, Section
 from ullage_engine.layout import CacheLayout
 
@@ -24,13 +23,12 @@ class BlockStore:
     Args:
         centre: [layers, kv_heads, head_size] subtracted from keys before they are stored. A vector common to all keys
             of a head shifts all logits of a query alike, so softmax does not see it, and codes lose no range to it.
-        kernels: the compiled CPU kernels, where the bytes are in host memory and they are wanted.
-        backend: who computes; see `kernels.dispatch.choose`.
+        kernels: who computes; see `kernels.dispatch.Choice`.
         block_stride: bytes from a block to the next, a multiple of `view.UNIT`; None: `layout.block_bytes`. More puts
             blocks on pages, for whoever transfers them.
 
     Raises:
-        KernelError: the backend cannot serve this layout here.
+        KernelError: see `kernels.dispatch.choose`.
     """
 
     def __init__(
@@ -39,13 +37,12 @@ class BlockStore:
         blocks: int,
         device: torch.device | str = "cpu",
         centre: torch.Tensor | None = None,
-        kernels: CpuKernels | None = None,
-        backend: Backend = "auto",
+        kernels: dispatch.Choice = None,
         block_stride: int | None = None,
     ) -> None:
         self.layout = layout
         self.centre = centre
-        self.operations = dispatch.choose(layout, torch.device(device), kernels, backend)
+        self.operations = dispatch.choose(layout, torch.device(device), kernels)
         self.data = torch.zeros((blocks, block_stride or layout.block_bytes), dtype=torch.uint8, device=device)
 
     @property

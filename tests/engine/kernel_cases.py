@@ -26,14 +26,14 @@ POISON = 0xFF
 
 def poisoned(layout: CacheLayout, blocks: int) -> BlockStore:
     """A store for Triton's kernels with `POISON` in all its bytes."""
-    store = BlockStore(layout, blocks, DEVICE, backend="triton")
+    store = BlockStore(layout, blocks, DEVICE, kernels="triton")
     store.data.fill_(POISON)
     return store
 
 
 def cpu_copy(store: BlockStore) -> BlockStore:
     """The same bytes in host memory, for references, whose numbers are those of the CPU."""
-    copy = BlockStore(store.layout, len(store.data), backend="torch")
+    copy = BlockStore(store.layout, len(store.data), kernels="torch")
     copy.data.copy_(store.data)
     return copy
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from pathlib import Path
 
 import kernel_cases as cases
 import pytest
 import torch
 
+from ullage_engine import models
+from ullage_engine.build import build_engine
+from ullage_engine.config import EngineConfig
 from ullage_engine.errors import KernelError
 from ullage_engine.kernels import checks, dispatch, targets
 from ullage_engine.kernels.build import Operation, Serving
@@ -64,15 +68,23 @@ def test_newer_gpus_run_what_the_newest_older_one_does() -> None:
 def test_triton_without_a_gpu_is_refused_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, cpu = CacheLayout(1, 1, 16), torch.device("cpu")
     if cases.DEVICE.type == "cpu":
-        assert dispatch.choose(layout, cpu, backend="triton") is dispatch.TRITON
+        assert dispatch.choose(layout, cpu, "triton") is dispatch.TRITON
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert dispatch.choose(layout, cpu) is dispatch.TORCH
     with pytest.raises(KernelError, match="--kernels: triton needs a GPU"):
-        dispatch.choose(layout, cpu, backend="triton")
+        dispatch.choose(layout, cpu, "triton")
     with pytest.raises(ValueError, match="kernels need tensors on a GPU"):
         checks.target_of(torch.zeros(1))
-    with pytest.raises(KernelError, match="--kernels: native has nothing for head size 16"):
-        dispatch.choose(layout, cpu, backend="native")
+
+
+def test_an_engine_that_is_to_use_triton_without_a_gpu_ends_before_its_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(KernelError, match="--kernels: triton needs a GPU, and torch sees none here"):
+        build_engine(EngineConfig(model=str(model_folder), kernels="triton"))
 
 
 def test_views_refuse_bytes_that_do_not_lie_as_kernels_read_them() -> None:

@@ -23,8 +23,8 @@ BLOCKS = 24
 def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Arguments of a store for each backend."""
     if request.param == "native":
-        return {"backend": "native", "kernels": request.getfixturevalue("cpu_kernels")}
-    return {"backend": request.param, "device": cases.DEVICE if request.param == "triton" else "cpu"}
+        return {"kernels": request.getfixturevalue("cpu_kernels")}
+    return {"kernels": request.param, "device": cases.DEVICE if request.param == "triton" else "cpu"}
 
 
 def pair(layout: CacheLayout, padding: int, backend: dict[str, Any]) -> list[BlockStore]:

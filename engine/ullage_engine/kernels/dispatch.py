@@ -10,7 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 OPERATIONS: tuple[Operation, ...] = (kv_write, copy_blocks, gather_cells)
 """What has a Triton kernel; each module is a `build.Operation`."""
-Backend = Literal["auto", "native", "torch", "triton"]
+Choice: TypeAlias = "CpuKernels | Literal['torch', 'triton'] | None"
+"""Who computes: compiled for the CPU, where they serve the layout (else torch); None: the fastest that needs no
+compiler: Triton on a GPU that it knows, else torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,30 +78,18 @@ TRITON = replace(
 """For GPUs; on CPU tensors in Triton's interpreter alone."""
 
 
-def choose(
-    layout: CacheLayout, device: torch.device, native: CpuKernels | None = None, backend: Backend = "auto"
-) -> Kernels:
+def choose(layout: CacheLayout, device: torch.device, wanted: Choice = None) -> Kernels:
     """Implementations for a store of this layout on this device.
 
-    Args:
-        native: the compiled CPU kernels, where they are loaded.
-        backend: auto is the fastest that serves: Triton on a GPU, compiled on a CPU where it is given, else torch.
-
     Raises:
-        KernelError: the backend that was asked for cannot serve here.
+        KernelError: Triton was asked for, and cannot serve here.
     """
-    if backend == "auto":
-        backend = _fastest(layout, device, native)
-    if backend == "torch":
-        return TORCH
-    if backend == "triton":
-        _check_triton(device)
+    if wanted is None:
+        wanted = _fastest(device)
+    if wanted == "triton":
+        require_triton(device)
         return TRITON
-    if native is None or device.type != "cpu" or not native.serves(layout):
-        raise KernelError(
-            f"--kernels: native has nothing for head size {layout.head_size} on {device}; leave the option out"
-        )
-    return _compiled(native)
+    return TORCH if wanted == "torch" or not wanted.serves(layout) else _compiled(wanted)
 
 
 def _compiled(native: CpuKernels) -> Kernels:
@@ -109,18 +99,23 @@ def _compiled(native: CpuKernels) -> Kernels:
     )
 
 
-def _fastest(layout: CacheLayout, device: torch.device, native: CpuKernels | None) -> Backend:
-    if device.type != "cpu":
-        try:
-            _check_triton(device)
-        except KernelError as error:
-            log.warning("torch computes attention, which is many times slower than kernels for this GPU: %s", error)
-            return "torch"
-        return "triton"
-    return "native" if native is not None and native.serves(layout) else "torch"
+def _fastest(device: torch.device) -> Literal["torch", "triton"]:
+    if device.type == "cpu":
+        return "torch"
+    try:
+        require_triton(device)
+    except KernelError as error:
+        log.warning("torch computes attention, which is many times slower than kernels for this GPU: %s", error)
+        return "torch"
+    return "triton"
 
 
-def _check_triton(device: torch.device) -> None:
+def require_triton(device: torch.device) -> None:
+    """Make sure that Triton's kernels can run on this device.
+
+    Raises:
+        KernelError: they cannot; says what to do.
+    """
     if importlib.util.find_spec("triton") is None:
         raise KernelError("--kernels: triton is not installed; pip install 'ullage[gpu]', or leave the option out")
     from ullage_engine.kernels.device import interpreter
