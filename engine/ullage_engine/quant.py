@@ -55,7 +55,7 @@ def quantise(values: torch.Tensor, kind: CacheType, group: int) -> tuple[torch.T
     """
     if kind.limit is None:
         return values.to(kind.element), None
-    grouped = values.float().view(*values.shape[:-1], -1, group)
+    grouped = values.float().view(*values.shape[:-1], values.shape[-1] // group, group)
     scales = grouped.abs().amax(-1).clamp_min(EPS) / kind.limit
     scaled = (grouped / scales.unsqueeze(-1)).clamp(-kind.limit, kind.limit).flatten(-2)
     if kind.name == "int8":

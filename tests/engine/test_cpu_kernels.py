@@ -61,6 +61,7 @@ def test_written_bytes_and_read_values_equal_torchs(
         layout = CacheLayout(2, 3, size, block, kind, group)
         plain, native = stores(layout, 20, cpu_kernels, centred)
         slots = torch.randperm(20 * block, generator=torch.Generator().manual_seed(2))[:101]
+        slots[5::9] = -1  # padding of a batch
         keys, values = rows_of(101, layout, dtype, seed=3)
         for store in (plain, native):
             store.write(1, slots, keys, values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import kernel_cases as cases
 import pytest
 import torch
@@ -122,6 +124,18 @@ def test_a_fault_of_the_model_stays_visible(kind: str, bad: float) -> None:
         assert not values[0, 0, 1, 16:32].isfinite().any()
         for row, channels in ((0, slice(None)), (2, slice(None)), (1, slice(16)), (1, slice(32, None))):
             assert torch.equal(values[0, 0, row, channels], torch.ones(64, device=cases.DEVICE)[channels])
+
+
+@pytest.mark.parametrize("write", [kv_write.reference, kv_write.kernel])
+def test_rows_of_a_padded_batch_are_nobodys(write: Callable[..., None]) -> None:
+    store = cases.poisoned(CacheLayout(1, 2, 16, 8, "fp8"), 2)
+    rows = torch.ones(3, 2, 16, device=cases.DEVICE)
+    write(store.views[0], torch.tensor([-1, -1, -1], device=cases.DEVICE), rows, rows, None)
+    assert bool((store.data == cases.POISON).all())
+    write(store.views[0], torch.tensor([-1, 9, -7], device=cases.DEVICE), rows, rows, None)
+    assert bool((store.data[0] == cases.POISON).all())
+    keys, _ = store.read(0, torch.tensor([[1]], device=cases.DEVICE), torch.float32)
+    assert torch.equal(keys[0, :, 1], rows[1])
 
 
 def test_scales_of_tiny_rows_stop_at_the_least_one() -> None:

@@ -39,10 +39,10 @@ def kernel(source: torch.Tensor, target: torch.Tensor, sources: torch.Tensor, ta
         return
     from ullage_engine.kernels.device.copy_blocks import copy
 
-    words, columns = source.shape[1] // 4, machine.tile * WORDS
+    units, columns = source.shape[1] // UNIT, machine.tile * WORDS
     sources, targets = sources.to(on.device), targets.to(on.device)
-    copy[(len(sources), -(-words // columns))](
-        source, target, sources, targets, source.stride(0), target.stride(0), words, columns, num_warps=WARPS
+    copy[(len(sources), -(-units * (UNIT // 4) // columns))](
+        source, target, sources, targets, source.stride(0), target.stride(0), units, columns, num_warps=WARPS
     )
 
 
@@ -53,7 +53,7 @@ def builds(serving: Serving, target: Target) -> list[Build]:
     pools = dict.fromkeys(("source_ptr", "target_ptr"), "*u8:16")
     lists = dict.fromkeys(("sources_ptr", "targets_ptr"), "*i64:16")
     strides = dict.fromkeys(("source_stride", "target_stride"), "i64:16")
-    arguments = {**pools, **lists, **strides, "words": "i64"}
+    arguments = {**pools, **lists, **strides, "units": "i64"}
     return [Build("copy_blocks", copy, arguments, {"COLUMNS": target.tile * WORDS}, WARPS)]
 
 

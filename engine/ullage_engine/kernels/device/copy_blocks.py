@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def copy(
-    source_ptr,  # uint8 [blocks, words * 4], as the next
+    source_ptr,  # uint8 [blocks, units * 16], as the next
     target_ptr,
     sources_ptr,  # int64 [copies], as the next
     targets_ptr,
     source_stride: tl.int64,
     target_stride: tl.int64,
-    words: tl.int64,
+    units: tl.int64,
     COLUMNS: tl.constexpr,
 ):
     """One program: `COLUMNS` words of four bytes of one block."""
@@ -26,5 +26,5 @@ def copy(
     p_source = (source_ptr + o_source).to(tl.pointer_type(tl.int32))
     p_target = (target_ptr + o_target).to(tl.pointer_type(tl.int32))
     o_word = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    mask = o_word < words
+    mask = o_word < units * 4  # a bound of whole units, so that loads are of 16 bytes
     tl.store(p_target + o_word, tl.load(p_source + o_word, mask=mask), mask=mask)
