@@ -68,7 +68,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dt
     if scales is None:
         return codes.to(dtype)
     values, factor = decode(codes)
-    grouped = values.view(*scales.shape, -1)
+    grouped = values.view(*scales.shape, codes.shape[-1] // scales.shape[-1])
     return (grouped * (scales * factor).unsqueeze(-1)).view(codes.shape).to(dtype)
 
 

@@ -126,6 +126,34 @@ def test_a_fault_of_the_model_stays_visible(kind: str, bad: float) -> None:
             assert torch.equal(values[0, 0, row, channels], torch.ones(64, device=cases.DEVICE)[channels])
 
 
+STEPS = {"fp8": (2**-4, 2**-10), "int8": (0.0, 0.5), "bf16": (2**-8, 0.0), "fp32": (0.0, 0.0)}
+"""Half the distance of neighbouring codes: relative to the value (half the last place of 3 and of 7 bits of mantissa),
+and in scales (subnormal e4m3 codes are 2^-9 apart, int8 codes 1)."""
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("tokens", cases.LENGTHS[:-1])
+def test_what_is_read_back_is_within_half_a_step_of_float64(kind: str, tokens: int) -> None:
+    layout = CacheLayout(1, 2, 64, 16, kind, group=16)
+    store = cases.poisoned(layout, layout.blocks_for(tokens))
+    generator = torch.Generator().manual_seed(tokens)
+    keys, values = wide(generator, tokens, 2, 64), wide(generator, tokens, 2, 64)
+    centre = torch.randn(2, 64, generator=generator)
+    at = cases.DEVICE
+    kv_write.kernel(store.views[0], torch.arange(tokens, device=at), keys.to(at), values.to(at), centre.to(at))
+    table = torch.arange(layout.blocks_for(tokens), device=at)[None]
+    relative, scaled = STEPS[kind]
+    exact = (keys.double() - centre.double(), values.double())
+    for wanted, section in zip(exact, store.read_codes(0, table), strict=True):
+        got = section.values(torch.float64)[0, :, :tokens].transpose(0, 1).cpu()
+        # and float32 rounds the centred key, its quotient by the scale, and the product with it
+        allowed = wanted.abs() * (relative + 4 * 2**-24)
+        if section.scales is not None:
+            scales = section.scales[0, :, :tokens].transpose(0, 1).cpu()
+            allowed += scales.repeat_interleave(16, -1).double() * scaled * (1 + 2**-20)
+        assert ((got - wanted).abs() <= allowed).all()
+
+
 @pytest.mark.parametrize("write", [kv_write.reference, kv_write.kernel])
 def test_rows_of_a_padded_batch_are_nobodys(write: Callable[..., None]) -> None:
     store = cases.poisoned(CacheLayout(1, 2, 16, 8, "fp8"), 2)

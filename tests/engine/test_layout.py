@@ -55,6 +55,15 @@ def test_impossible_shapes_are_refused(change: dict[str, object], words: str) ->
         CacheLayout(**{"layers": 2, "kv_heads": 1, "head_size": 64, **change})
 
 
+def test_no_rows_are_no_trouble() -> None:
+    store = BlockStore(CacheLayout(1, 2, 16, 8, "fp8"), 1)
+    nothing = torch.empty(0, dtype=torch.int64)
+    store.write(0, nothing, torch.empty(0, 2, 16), torch.empty(0, 2, 16))
+    assert not store.data.any()
+    for values in store.read(0, nothing.view(0, 1), torch.float32):
+        assert values.shape == (0, 2, 8, 16)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(TYPES),

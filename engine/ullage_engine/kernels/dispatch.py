@@ -10,6 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -99,6 +100,7 @@ def _compiled(native: CpuKernels) -> Kernels:
     )
 
 
+@cache  # so that what it warns of is said once
 def _fastest(device: torch.device) -> Literal["torch", "triton"]:
     if device.type == "cpu":
         return "torch"
