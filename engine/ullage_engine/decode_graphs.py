@@ -187,8 +187,8 @@ class DecodeGraphs:
         tokens = torch.where(sources < 0, ids, self._tokens[sources.clamp(min=0)]).clamp(min=0)
         tables = BlockTables(
             at=self._at[:size],
-            tables=self._tables.tables[:size, : bucket.blocks],
-            starts=self._tables.starts[:size, : bucket.blocks],
+            tables=self._tables.tables[:size, : bucket.blocks].contiguous(),
+            starts=self._tables.starts[:size, : bucket.blocks].contiguous(),
             rows=rows,
             positions=positions,
         )
