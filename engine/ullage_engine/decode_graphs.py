@@ -115,6 +115,7 @@ class DecodeGraphs:
         self._tokens = torch.zeros(most, dtype=torch.int64, device=where)
         self._logits = torch.zeros((most, model.config.vocab_size), device=where)
         self._recorded: dict[Bucket, Work] = {}
+        self._last: Flight | None = None
 
     def prepare(self) -> None:
         """Record every bucket, the largest first, so that the smaller ones find room in its memory."""
@@ -138,14 +139,21 @@ class DecodeGraphs:
             ahead_of: the step launched last, not booked yet, with a chunk of each of these sequences: the tokens it
                 chooses are the ones computed here.
             logits: whether `Flight.logits` will be asked for.
+
+        Raises:
+            ValueError: `ahead_of` is not the step launched last.
         """
+        if ahead_of is not None and ahead_of is not self._last:
+            raise ValueError("tokens of an earlier step are gone: only the one launched last can be followed")
         bucket = self._bucket(chunks)
+        self._last = None
         self._send(chunks, bucket.rows, ahead_of)
         self._device.launch(self._recorded.get(bucket) or self._record(bucket))
         tokens = self._device.host_memory(bucket.rows)
         self._device.copy(tokens, self._tokens[: bucket.rows])
         scores = self._logits_home(len(chunks)) if logits else None
-        return Flight(chunks, self._device.mark(), tokens, scores)
+        self._last = Flight(chunks, self._device.mark(), tokens, scores)
+        return self._last
 
     def _bucket(self, chunks: list[Chunk]) -> Bucket:
         longest = max(len(chunk.sequence.table) for chunk in chunks)

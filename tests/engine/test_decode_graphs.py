@@ -267,6 +267,17 @@ def test_drawn_answers_are_those_of_packed_steps(cpu_kernels: CpuKernels) -> Non
     assert answers(engine_around(LateRunner(model, store, device, graphs))) == wanted
 
 
+def test_only_the_step_launched_last_can_be_followed(cpu_kernels: CpuKernels) -> None:
+    model, _ = tiny("llama")
+    store = make_store(model, cpu_kernels)
+    graphs = DecodeGraphs(model, store, CpuDevice(), limit=8, context=64)
+    chunks = prefilled(model, store, [5, 6])
+    first = graphs.launch(chunks)
+    graphs.launch(chunks[:1], logits=True)
+    with pytest.raises(ValueError, match="only the one launched last"):
+        graphs.launch(chunks, first)
+
+
 class RecordingDevice(CpuDevice):
     """A host that claims to record, so that an engine is built as for an accelerator."""
 
