@@ -187,7 +187,7 @@ class Comparisons:
         return CellTables(where, self.store.views[1].cell_offsets(tables).contiguous(), rows, positions, known)
 
     def _empty(self) -> BlockStore:
-        return BlockStore(self.layout, self.blocks, self.device, backend="torch")
+        return BlockStore(self.layout, self.blocks, self.device, kernels="torch")
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random).to(self.device)

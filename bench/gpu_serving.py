@@ -9,6 +9,7 @@ import torch
 from gpu_sums import BLOCK_TOKENS
 
 from ullage_engine import attention
+from ullage_engine.cells import CellPool
 from ullage_engine.decode_graphs import DecodeGraphs
 from ullage_engine.device import Device
 from ullage_engine.engine import Engine, EngineIdentity
@@ -71,7 +72,13 @@ class Serving:
             identity=EngineIdentity(model="llama", version="0"),
             runner=ModelRunner(model, store, device.torch_device, graphs),
             pool=pool,
-            scheduler=Scheduler(pool, max_batch_tokens=STEP_TOKENS, max_sequences=limit, prefix_reuse=False),
+            scheduler=Scheduler(
+                pool,
+                max_batch_tokens=STEP_TOKENS,
+                max_sequences=limit,
+                prefix_reuse=False,
+                cells=CellPool(pool, layout.cell_classes),
+            ),
             protection=Protection(first_tokens=0, recent_tokens=0),
         )
 

@@ -116,6 +116,7 @@ class DecodeGraphs:
         self._logits = torch.zeros((most, model.config.vocab_size), device=where)
         self._recorded: dict[Bucket, Work] = {}
         self._last: Flight | None = None
+        self._records = True
 
     def prepare(self) -> None:
         """Record every bucket, the largest first, so that the smaller ones find room in its memory."""
@@ -175,17 +176,20 @@ class DecodeGraphs:
             self._device.copy(self._numbers, host)
 
     def _record(self, bucket: Bucket) -> Work:
-        """The bucket's step as the device repeats it best; where it can't be recorded, as it is."""
+        """The bucket's step as the device repeats it best; as it is, once one could not be recorded."""
 
         def work() -> None:
             self._compute(bucket)
 
-        try:
-            self._recorded[bucket] = self._device.record(work)
-        except RuntimeError as error:
-            log.warning("decode steps of %d sequences run without a graph, which is slower: %s", bucket.rows, error)
-            self._recorded[bucket] = work
-        return self._recorded[bucket]
+        recorded = work
+        if self._records:
+            try:
+                recorded = self._device.record(work)
+            except RuntimeError as error:
+                log.warning("decode steps run without a graph, which is slower: %s", error)
+                self._records = False
+        self._recorded[bucket] = recorded
+        return recorded
 
     @torch.inference_mode()
     def _compute(self, bucket: Bucket) -> None:

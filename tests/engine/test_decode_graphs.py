@@ -214,6 +214,15 @@ class RefusingDevice(CpuDevice):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
+def test_a_device_that_cannot_record_is_asked_once(cpu_kernels: CpuKernels, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = tiny("llama")
+    graphs = DecodeGraphs(model, make_store(model, cpu_kernels), RefusingDevice(), limit=8, context=2000)
+    graphs.prepare()
+    assert [record.message for record in caplog.records] == [
+        "decode steps run without a graph, which is slower: operation not permitted when stream is capturing"
+    ]
+
+
 @pytest.mark.parametrize("make", [CpuDevice, FakeDevice, RefusingDevice])
 @pytest.mark.parametrize("variant", ["llama", "mistral, sliding window"])
 def test_answers_are_those_of_packed_steps(cpu_kernels: CpuKernels, variant: str, make: type[CpuDevice]) -> None:
