@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ullage_engine import centring, models, sizing
 from ullage_engine.cells import CellPool
 from ullage_engine.config import EngineConfig, default_cache_dir
 from ullage_engine.decode_graphs import DecodeGraphs
-from ullage_engine.device import Device, find_device
+from ullage_engine.device import CpuDevice, Device, find_device
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.errors import ConfigError, KernelError, SizingError
 from ullage_engine.eviction import Protection
@@ -36,6 +37,9 @@ from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler
 from ullage_engine.speculation.assemble import DraftModel, find_draft, make_speculator, named_draft
 from ullage_engine.store import BlockStore
+from ullage_engine.tiers.assembly import make_tiers
+from ullage_engine.tiers.budget import beside_tier
+from ullage_engine.tiers.packing import CellPacking
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,7 +116,7 @@ def _assembled(config: EngineConfig, machine: Device) -> tuple[EngineLoop, Any]:
     if draft is not None and drafting is not None:
         blocks = runner.store.data.shape[0]
         drafts = ModelRunner(drafting, BlockStore(draft.layout, blocks, device, None, kernels), device)
-    return assemble(config, loaded, runner, drafts), loaded.tokenizer
+    return assemble(config, loaded, runner, drafts, machine), loaded.tokenizer
 
 
 def _prepare(config: EngineConfig, model: Any, dtype: torch.dtype, device: torch.device, kernels: Choice) -> None:
@@ -205,7 +209,7 @@ def _allocate(
         kv_fraction=config.kv_fraction,
         weights=0,
         activations=activations,
-        memory=machine.memory(),
+        memory=_memory(machine, config),
         beside=beside,
     )
     log.info("largest step takes %.1f MiB; KV cache of %d blocks", activations / sizing.MIB, blocks)
@@ -224,9 +228,17 @@ def _allocate(
 
 
 def assemble(
-    config: EngineConfig, loaded: models.LoadedModel, runner: ModelRunner, draft: ModelRunner | None = None
+    config: EngineConfig,
+    loaded: models.LoadedModel,
+    runner: ModelRunner,
+    draft: ModelRunner | None = None,
+    machine: Device | None = None,
 ) -> EngineLoop:
-    """Wire pool, scheduler and loop around a model and its cache; the loop is not started."""
+    """Wire pool, tiers, scheduler and loop around a model and its cache; the loop is not started.
+
+    Args:
+        machine: what holds the cache; None: this host.
+    """
     store = runner.store
     blocks = store.data.shape[0]
     salt = "|".join(
@@ -240,12 +252,16 @@ def assemble(
         )
     )
     pool = BlockPool(blocks, config.block_size, PrefixIndex(salt, config.block_size))
+    cells = CellPool(pool, store.layout.cell_classes)
+    packing = CellPacking(pool, cells, runner)
+    tiers = make_tiers(config, pool, store.data, packing, machine or CpuDevice(), loaded.folder, salt, time.monotonic)
     scheduler = Scheduler(
         pool,
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         prefix_reuse=config.prefix_reuse,
-        cells=CellPool(pool, store.layout.cell_classes),
+        cells=cells,
+        residency=tiers,
     )
     engine = Engine(
         identity=EngineIdentity(model=loaded.name, version=version("ullage")),
@@ -253,6 +269,7 @@ def assemble(
         pool=pool,
         scheduler=scheduler,
         protection=Protection(first_tokens=config.protected_tokens, recent_tokens=config.recent_tokens),
+        tiers=tiers,
         speculator=make_speculator(config, runner, draft, vocabulary=loaded.config.vocab_size),
     )
     limits = LoopLimits(
@@ -261,6 +278,16 @@ def assemble(
         max_sequences=config.max_sequences,
     )
     return EngineLoop(engine, limits, _eos_tokens(loaded))
+
+
+def _memory(machine: Device, config: EngineConfig) -> sizing.Memory:
+    """What weights and cache may take, beside the host tier.
+
+    Raises:
+        SizingError: the host tier does not fit this machine's memory.
+    """
+    host = beside_tier(sizing.read_memory(), config.host_memory)
+    return machine.memory() if machine.torch_device.type != "cpu" else host
 
 
 def _check_size(
@@ -296,7 +323,7 @@ def _check_size(
             tokens=config.max_batch_tokens,
             sequences=_logits_rows(config),
         ),
-        memory=machine.memory(),
+        memory=_memory(machine, config),
     )
     _context(config, shape.max_positions, blocks * config.block_size)
     return layout

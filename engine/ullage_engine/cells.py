@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ullage_engine.errors import PoolExhausted
-from ullage_engine.pool import BlockPool, IntegrityError
+from ullage_engine.integrity import IntegrityError
+from ullage_engine.pool import BlockPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,14 @@ class EngineConfig:
     """Leave each head's mean key out of the cache: for models with a strong constant in their keys."""
     block_size: BlockSize = 16
     """Tokens a block holds."""
+    host_memory: int | None = None
+    """Bytes of host memory for blocks that leave the pool; None: no host tier."""
+    disk_dir: Path | None = None
+    """Folder for blocks that leave the host tier; None: no disk tier. Outlives the process."""
+    disk_memory: int | None = None
+    """Bytes of blocks that `disk_dir` may hold."""
+    check_tiers: bool = False
+    """Compute checksums of all that goes to the host tier; on disk they are always computed."""
     max_model_len: int | None = None
     """Greatest prompt plus answer, in tokens; None: the model's limit, as far as the cache can hold it."""
     max_batch_tokens: int = 512
@@ -149,11 +157,25 @@ class EngineConfig:
             self.draft_model,
             "give a model with --speculation draft, and only with it",
         )
+        self._check_tiers()
         self._check_numbers()
+
+    def _check_tiers(self) -> None:
+        folder = None if self.disk_dir is None else str(self.disk_dir)
+        together = (self.disk_dir is None) == (self.disk_memory is None)
+        _require(together, "--disk-dir", folder, "give --disk-dir and --disk-memory together")
+        _require(
+            self.disk_dir is None or self.host_memory is not None,
+            "--disk-dir",
+            folder,
+            "blocks go to disk by way of the host tier: give --host-memory too",
+        )
 
     def _check_numbers(self) -> None:
         above_zero = {
             "--kv-memory": self.kv_memory,
+            "--host-memory": self.host_memory,
+            "--disk-memory": self.disk_memory,
             "--kv-group": self.kv_group,
             "--max-model-len": self.max_model_len,
             "--max-batch-tokens": self.max_batch_tokens,

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -22,13 +22,14 @@ from ullage_engine.eviction import Protection
 from ullage_engine.evictor import CellStore, RowsLost
 from ullage_engine.pool import BlockPool
 from ullage_engine.reclaim import Reclaimer, Retention
-from ullage_engine.request import AdmissionLimit, FinishReason, GenerationRequest, Sink, TokenOutput
+from ullage_engine.request import AdmissionLimit, Destination, FinishReason, GenerationRequest, Sink, TokenOutput
 from ullage_engine.sampler import Row, Sampled, rows_of
 from ullage_engine.scheduler import Chunk, Scheduler
 from ullage_engine.sequence import Sequence
-from ullage_engine.snapshot import BlockCounts, CompactionReport, Counters, EngineSnapshot, EvictionReport
+from ullage_engine.snapshot import BlockCounts, CompactionReport, Counters, EngineSnapshot, EvictionReport, TierState
 from ullage_engine.speculation.accept import Verdict, judge
 from ullage_engine.speculation.speculator import SpeculationTally, Speculator
+from ullage_engine.tiers.residency import TieredResidency
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class Engine:
         protection: Protection,
         speculator: Speculator | None = None,
         retention: Retention | None = None,
+        tiers: TieredResidency | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
@@ -118,12 +120,14 @@ class Engine:
             store=runner,
             protection=protection,
             retention=retention or Retention(),
+            tiers=tiers,
             block_bytes=runner.block_bytes,
             clock=clock,
         )
         self._runner = runner
         self._ahead = RunAhead(runner, scheduler)
         self._speculator = speculator
+        self._tiers = tiers
         self._clock = clock
         self._live: dict[str, Sequence] = {}
         self._parked: dict[str, list[Sequence]] = {}
@@ -181,6 +185,7 @@ class Engine:
 
     def step(self) -> list[Chunk]:
         """One forward pass over what the scheduler chose, and what follows from its tokens; returns what it chose."""
+        self.tend()
         chunks = self._ahead.flying() or self._plan()
         self.forked, self.accepted = [], []
         # drafts are proposed from the newest token, which a step run ahead does not know
@@ -197,8 +202,28 @@ class Engine:
     def _plan(self) -> list[Chunk]:
         chunks = self._with_drafts(self.scheduler.plan())
         self._runner.copy_blocks(self.scheduler.take_copies())
+        self._end_hopeless()
         self._watch(chunks)
         return chunks
+
+    def tend(self) -> None:
+        """Take in what copies between memory tiers have ended and begin others, without waiting for any."""
+        for sequence in self._tiers.advance() if self._tiers is not None else ():
+            self.scheduler.requeue(sequence)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, in any thread, whenever a copy has ended that `tend` or `step` can take in."""
+        if self._tiers is not None:
+            self._tiers.listen(listener)
+
+    def close(self, *, keep: bool = True) -> None:
+        """End the copies between memory tiers, within a few seconds; no step may follow.
+
+        Args:
+            keep: copy to disk first what the process would otherwise take with it.
+        """
+        if self._tiers is not None:
+            self._tiers.close(keep=keep)
 
     def _with_drafts(self, chunks: list[Chunk]) -> list[Chunk]:
         if self._speculator is None:
@@ -223,12 +248,23 @@ class Engine:
 
     def _watch(self, chunks: list[Chunk]) -> None:
         """End the head of the queue when nothing at all has moved for `STALL_PASSES` passes."""
-        self._stalled = 0 if chunks or self.idle else self._stalled + 1
+        moving = self._tiers is not None and self._tiers.busy
+        self._stalled = 0 if chunks or self.idle or moving else self._stalled + 1
         if self._stalled >= STALL_PASSES:
             head = next(self.scheduler.live())
             log.error("no progress in %d passes: request %s is ended", self._stalled, head.request_id)
             self._fail(head, f"no KV blocks became available in {self._stalled} passes of an idle engine")
             self._stalled = 0
+
+    def _end_hopeless(self) -> None:
+        """End what was evicted to fit, lost its cache, and is too long to be computed anew."""
+        hopeless, self.scheduler.hopeless = self.scheduler.hopeless, []
+        for sequence in hopeless:
+            self._fail(
+                sequence,
+                f"its {len(sequence.tokens)} tokens do not fit the KV cache of {self.pool.total} blocks any more: it "
+                "had been evicted, then preempted, and what was stored of its cache is gone",
+            )
 
     def _forward(self, chunks: list[Chunk]) -> list[tuple[Chunk, list[Row]]]:
         """Chunks computed, each with its rows of logits (none for those that don't complete).
@@ -340,10 +376,16 @@ class Engine:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def evict(
-        self, *, ratio: float | None, bytes_: int | None, dry_run: bool, target_usage: float | None = None
+        self,
+        *,
+        ratio: float | None,
+        bytes_: int | None,
+        dry_run: bool,
+        target_usage: float | None = None,
+        tiers: tuple[Destination, ...] = ("drop",),
     ) -> EvictionReport:
         """Free cold blocks; see `Reclaimer.evict`."""
-        return self.reclaimer.evict(ratio=ratio, bytes_=bytes_, target_usage=target_usage, dry_run=dry_run)
+        return self.reclaimer.evict(ratio=ratio, bytes_=bytes_, target_usage=target_usage, dry_run=dry_run, tiers=tiers)
 
     def compact(self, budget_ms: float) -> CompactionReport:
         """Make split blocks whole again; see `Reclaimer.compact`."""
@@ -352,7 +394,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Hold the pools' books against all tables; see `BlockPool.check_integrity` and `CellPool.check_integrity`."""
         live, cells = list(self.scheduler.live()), self.scheduler.cells
-        self.pool.check_integrity([*(sequence.table for sequence in live), cells.blocks])
+        tables = (sequence.table + sequence.incoming for sequence in live)
+        self.pool.check_integrity([*tables, cells.blocks])
+        if self._tiers is not None:
+            self._tiers.check_integrity(live)
         cells.check_integrity(sequence.cells.held for sequence in live if sequence.cells is not None)
         if self._speculator is not None:
             self._speculator.check_integrity()
@@ -377,8 +422,8 @@ class Engine:
                 free=usage.free,
                 active=usage.active,
                 cached=usage.cached,
-                in_flight=0,
-                pinned=0,
+                in_flight=usage.in_flight,
+                pinned=usage.pinned,
             ),
             cells=self.reclaimer.cell_counts(),
             largest_free_run=self.pool.largest_free_run(),
@@ -391,8 +436,8 @@ class Engine:
             counters=self._counters(),
             allocator_reserved_bytes=reserved,
             allocator_allocated_bytes=allocated,
-            host=None,
-            disk=None,
+            host=self._tier("host"),
+            disk=self._tier("disk"),
             step=self.steps,
             stepped_at=self._clock(),
             max_prompt_tokens=limit.max_prompt_tokens if limit else None,
@@ -400,6 +445,9 @@ class Engine:
             limit_expires_at=limit.expires_at if limit else None,
             draining=draining,
         )
+
+    def _tier(self, name: Literal["host", "disk"]) -> TierState | None:
+        return None if self._tiers is None else self._tiers.state(name, self._runner.block_bytes)
 
     def _outstanding_blocks(self) -> int:
         """Of running and waiting sequences, and of forks what they will not share with their parent."""

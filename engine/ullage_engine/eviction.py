@@ -1,6 +1,6 @@
 """Which blocks to give up when asked to free memory, from what costs nothing to what costs answers most.
 
-1. cached blocks, which nobody reads now;
+1. cached blocks, which nobody reads now: those that a lower tier holds too, then others;
 2. split blocks that moving cells makes whole, without any loss;
 3. cold blocks of live sequences: whole ones between their protected first tokens and their recent window, the oldest
    first;
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ullage_engine.cells import CellPool
 from ullage_engine.pool import BlockPool
+from ullage_engine.prefix import PrefixEntry
 from ullage_engine.sequence import Sequence
 
 
@@ -51,8 +52,10 @@ class EvictionPlan:
     """What an eviction would do."""
 
     requested: int
+    below: list[PrefixEntry]
+    """Content of unreferenced blocks to free while a lower tier keeps it."""
     cached: int
-    """Unreferenced blocks to reclaim."""
+    """Unreferenced blocks to drop."""
     mended: int
     """Split blocks to make whole, after cells were given up."""
     cold: list[Cold]
@@ -62,7 +65,7 @@ class EvictionPlan:
 
     @property
     def blocks(self) -> int:
-        return self.cached + self.mended + sum(len(part.indices) for part in self.cold)
+        return len(self.below) + self.cached + self.mended + sum(len(part.indices) for part in self.cold)
 
     @property
     def sequences(self) -> int:
@@ -74,15 +77,17 @@ class EvictionPlan:
 class Freed:
     """What an eviction did or would do."""
 
+    demoted: int
+    """Blocks that nobody referred to, and whose content a lower tier keeps."""
     cached: int
-    """Blocks that nobody referred to."""
+    """Others that nobody referred to."""
     live: int
     tokens: int
     """Tokens dropped, whole ones of all layers and heads."""
 
     @property
     def blocks(self) -> int:
-        return self.cached + self.live
+        return self.demoted + self.cached + self.live
 
 
 def share_of(blocks: int, ratio: float) -> int:
@@ -91,8 +96,8 @@ def share_of(blocks: int, ratio: float) -> int:
 
 
 def cold_indices(sequence: Sequence, pool: BlockPool, protection: Protection) -> list[int]:
-    """Indices into the table of droppable blocks, coldest (oldest) first; none while it is still prefilling."""
-    if not sequence.decoding:
+    """Indices into the table of droppable blocks, coldest (oldest) first; none while it prefills or is loaded."""
+    if not sequence.decoding or sequence.loading:
         return []
     size = sequence.block_tokens
     end = (sequence.kept - protection.recent_tokens) // size
@@ -104,19 +109,29 @@ def cold_indices(sequence: Sequence, pool: BlockPool, protection: Protection) ->
 
 
 def plan_eviction(
-    pool: BlockPool, cells: CellPool, sequences: Iterable[Sequence], wanted: int, protection: Protection
+    pool: BlockPool,
+    cells: CellPool,
+    sequences: Iterable[Sequence],
+    wanted: int,
+    protection: Protection,
+    below: list[PrefixEntry],
 ) -> EvictionPlan:
-    """Choose `wanted` blocks, or as many as there are."""
+    """Choose `wanted` blocks, or as many as there are.
+
+    Args:
+        below: cached content that a lower tier holds and may keep, the coldest first.
+    """
     live = list(sequences)
-    candidates = [cold_indices(sequence, pool, protection) for sequence in live]
+    candidates = [_free_of_copies(sequence, pool, protection) for sequence in live]
     split, dense = cells.usage().blocks, sum(map(len, candidates))
-    cached = min(wanted, pool.cached)
-    spare = min(wanted - cached, cells.spare_blocks())
-    taken = _in_turn([len(indices) for indices in candidates], wanted - cached - spare)
-    missing = min(wanted - cached - spare - sum(taken), split - spare)
+    idle = min(wanted, pool.cached)
+    spare = min(wanted - idle, cells.spare_blocks())
+    taken = _in_turn([len(indices) for indices in candidates], wanted - idle - spare)
+    missing = min(wanted - idle - spare - sum(taken), split - spare)
     return EvictionPlan(
         requested=wanted,
-        cached=cached,
+        below=below[:idle],
+        cached=idle - len(below[:idle]),
         mended=spare + missing,
         cold=[
             Cold(sequence, indices[:count])
@@ -126,6 +141,18 @@ def plan_eviction(
         thinned=_thinned(cells, live, spare + missing) if missing else [],
         eligible=pool.cached + dense + split,
     )
+
+
+def plan_demotion(wanted: int, below: list[PrefixEntry]) -> EvictionPlan:
+    """Free `wanted` blocks, or as many as a lower tier keeps; nothing is dropped."""
+    return EvictionPlan(
+        requested=wanted, below=below[:wanted], cached=0, mended=0, cold=[], thinned=[], eligible=len(below)
+    )
+
+
+def _free_of_copies(sequence: Sequence, pool: BlockPool, protection: Protection) -> list[int]:
+    """Cold blocks that are free as soon as they are dropped: no copy to a lower tier reads them."""
+    return [i for i in cold_indices(sequence, pool, protection) if not pool.pinned(sequence.table[i])]
 
 
 def _thinned(cells: CellPool, sequences: list[Sequence], goal: int) -> list[Thinned]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from ullage_engine.api.core import BlockMap
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
-from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink, TokenOutput
-from ullage_engine.snapshot import BlockCounts, CellCounts, Counters, EngineSnapshot, EvictionReport
+from ullage_engine.request import AdmissionLimit, Destination, GenerationRequest, Sink, TokenOutput
+from ullage_engine.snapshot import BlockCounts, CellCounts, Counters, EngineSnapshot, EvictionReport, TierState
 from ullage_engine.steps import StepListener, StepStats
 
 STEP_S = 0.0005
@@ -75,6 +75,8 @@ class FakeCore:
     eos_token_ids: frozenset[int] = frozenset()
     model_name: str = "fake"
     pool: FakePool = field(default_factory=FakePool)
+    host: TierState | None = None
+    """A lower tier that takes whatever is evicted to it."""
     age_s: float = 0.0
     """What `step_age_s` answers."""
     queue_full: bool = False
@@ -189,7 +191,7 @@ class FakeCore:
             counters=Counters(admitted=len(self.submitted), finished=self._finished, aborted=len(self.aborted)),
             allocator_reserved_bytes=0,
             allocator_allocated_bytes=0,
-            host=None,
+            host=self.host,
             disk=None,
             step=self._steps,
             stepped_at=time.monotonic() - self.age_s,
@@ -214,7 +216,15 @@ class FakeCore:
                 refs=refs,
             )
 
-    def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool, timeout_s: float) -> EvictionReport:
+    def evict(
+        self,
+        *,
+        ratio: float | None,
+        bytes_: int | None,
+        dry_run: bool,
+        timeout_s: float,
+        tiers: tuple[Destination, ...] = ("drop",),
+    ) -> EvictionReport:
         """See `EngineCore`: cached blocks are freed, never active ones."""
         with self._changed:
             if self.hung:
@@ -223,6 +233,7 @@ class FakeCore:
             occupied = blocks.active + blocks.cached
             wanted = -(-bytes_ // pool.block_bytes) if bytes_ is not None else round((ratio or 0) * occupied)
             freed = min(wanted, pool.cached)
+            demoted = freed if "host" in tiers else 0
             self.evictions.append((ratio, bytes_, dry_run))
             eligible = pool.cached
             if not dry_run:
@@ -230,8 +241,8 @@ class FakeCore:
             return EvictionReport(
                 blocks_freed=freed,
                 bytes_freed=freed * pool.block_bytes,
-                dropped=freed,
-                demoted=0,
+                dropped=freed - demoted,
+                demoted=demoted,
                 cached_blocks=freed,
                 sequences_touched=0,
                 tokens_dropped=0,

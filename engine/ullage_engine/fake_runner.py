@@ -8,6 +8,7 @@ that never shares, waits or is preempted would generate.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from ullage_engine.device import CpuDevice, Device
 from ullage_engine.scheduler import Chunk
 
 MODULUS = (1 << 61) - 1
+EMPTY = -1
+"""In a slot that was never written."""
 
 
 def mix(previous: int, token: int, position: int) -> int:
@@ -38,6 +41,8 @@ def expected_tokens(prompt: Sequence[int], count: int, vocabulary: int) -> list[
 class FakeRunner:
     """Implements `engine.Runner` over a table of numbers, one per slot of each cell; all heads hold the same.
 
+    `data` is the same memory as bytes, [blocks, block_bytes] uint8, for copies between memory tiers.
+
     Args:
         fail: raises to make a chunk's computation fail; called before anything is written for it.
         cell_grid: layers and KV heads.
@@ -55,9 +60,10 @@ class FakeRunner:
     ) -> None:
         self.cell_grid = cell_grid
         self._cells = cell_grid[0] * cell_grid[1]
-        self.slots: list[int | None] = [None] * (blocks * self._cells * block_tokens)
+        self.slots = array("q", [EMPTY]) * (blocks * self._cells * block_tokens)
         """By cell id, `block * layers * heads + layer * heads + head`, and row."""
         self.block_bytes = block_tokens * 8 * self._cells
+        self.data = torch.frombuffer(self.slots, dtype=torch.uint8).view(blocks, self.block_bytes)
         self._block_tokens = block_tokens
         self._vocabulary = vocabulary
         self._fail = fail
@@ -115,7 +121,7 @@ class FakeRunner:
 
     def erase(self, slots: list[int]) -> None:
         for slot in slots:
-            self._put(slot, None)
+            self._put(slot, EMPTY)
 
     def gather_cells(
         self, sources: torch.Tensor, source_rows: torch.Tensor, targets: torch.Tensor, target_rows: torch.Tensor
@@ -133,9 +139,9 @@ class FakeRunner:
         size = self._block_tokens
         of_blocks = [block * self._cells + place for block in blocks for place in range(self._cells)]
         for cell in (*of_blocks, *cells):
-            self.slots[cell * size : (cell + 1) * size] = [None] * size
+            self.slots[cell * size : (cell + 1) * size] = array("q", [EMPTY]) * size
 
-    def _put(self, slot: int, value: int | None) -> None:
+    def _put(self, slot: int, value: int) -> None:
         """Write a token's number into the cells of all heads."""
         block, row = divmod(slot, self._block_tokens)
         for place in range(self._cells):
@@ -154,7 +160,7 @@ class FakeRunner:
 
     def _read(self, table: list[int], row: int) -> int:
         value = self.slots[self._slot(table, row)]
-        if value is None:
+        if value == EMPTY:
             raise LookupError(f"row {row} was never written")
         return value
 

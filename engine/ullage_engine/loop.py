@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from ullage_engine.api.core import BlockMap
 from ullage_engine.engine import Engine
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
-from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink, TokenOutput
+from ullage_engine.request import AdmissionLimit, Destination, GenerationRequest, Sink, TokenOutput
 from ullage_engine.scheduler import Chunk
 from ullage_engine.snapshot import EngineSnapshot, EvictionReport
 from ullage_engine.steps import StepListener, StepStats
@@ -72,6 +72,7 @@ class EngineLoop:
         self._stopping = False
         self._broken = False
         self._snapshot = engine.snapshot(None, draining=False)
+        engine.listen(self._wake)
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
     def start(self) -> None:
@@ -84,6 +85,12 @@ class EngineLoop:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout=30)
+
+    def _wake(self) -> None:
+        """A copy between memory tiers has ended: have the next pass take it in."""
+        with self._changed:
+            if not self._stopping:
+                self._hand_over(lambda: None)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -220,8 +227,18 @@ class EngineLoop:
 
     # -- control -------------------------------------------------------------------------------------------------
 
-    def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool, timeout_s: float) -> EvictionReport:
-        return self._call(lambda: self._engine.evict(ratio=ratio, bytes_=bytes_, dry_run=dry_run), timeout_s=timeout_s)
+    def evict(
+        self,
+        *,
+        ratio: float | None,
+        bytes_: int | None,
+        dry_run: bool,
+        timeout_s: float,
+        tiers: tuple[Destination, ...] = ("drop",),
+    ) -> EvictionReport:
+        return self._call(
+            lambda: self._engine.evict(ratio=ratio, bytes_=bytes_, dry_run=dry_run, tiers=tiers), timeout_s=timeout_s
+        )
 
     def set_admission(self, limit: AdmissionLimit | None) -> None:
         with self._changed:
@@ -283,10 +300,15 @@ class EngineLoop:
             self._stopping = True
         self._engine.fail_all(error)
         self._run_last(error)
+        self._engine.close(keep=not self._broken)
 
     def _pass(self) -> None:
         self._run_inbox()
-        worked = not self._engine.idle and self._step()
+        if self._engine.idle:
+            self._engine.tend()
+            worked = False
+        else:
+            worked = self._step()
         self._snapshot = self._engine.snapshot(self._limit_in_force(), draining=self._draining)
         if not worked:
             with self._changed:

@@ -99,6 +99,10 @@ def _add_cache_options(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         help="of the KV cache: 48MiB, or 60%% of what is left",
     )
+    group.add_argument("--host-memory", metavar="SIZE", help="of host memory for blocks that leave the cache: 2GiB")
+    group.add_argument("--disk-dir", type=Path, metavar="DIR", help="folder for blocks that leave that memory in turn")
+    group.add_argument("--disk-memory", metavar="SIZE", help="of blocks that --disk-dir may hold")
+    group.add_argument("--check-tiers", action="store_true", help="checksums of all that goes to --host-memory, too")
     group.add_argument("--kv-type", choices=KV_TYPES, default=defaults.kv_type, help="how keys and values are kept")
     group.add_argument("--kv-group", type=_whole, metavar="N", help="channels that share a scale")
     group.add_argument("--kv-bf16-layers", type=_numbers, default=frozenset(), metavar="N,…", help="layers in bf16")
@@ -162,6 +166,10 @@ def _kv_size(text: str | None) -> dict[str, Any]:
         raise ConfigError(f"--kv-memory: {text!r} is no share; write a percentage such as 60%") from error
 
 
+def _size(text: str | None, flag: str) -> int | None:
+    return None if text is None else parse_size(text, name=flag)
+
+
 def _seconds(text: str) -> float:
     try:
         return float(text)
@@ -179,6 +187,10 @@ def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
         kv_bf16_layers=parsed.kv_bf16_layers,
         kv_centring=parsed.kv_centring,
         block_size=parsed.block_size,
+        host_memory=_size(parsed.host_memory, "--host-memory"),
+        disk_dir=parsed.disk_dir,
+        disk_memory=_size(parsed.disk_memory, "--disk-memory"),
+        check_tiers=parsed.check_tiers,
         max_model_len=parsed.max_model_len,
         max_batch_tokens=parsed.max_batch_tokens,
         max_sequences=parsed.max_sequences,

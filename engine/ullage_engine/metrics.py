@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -47,12 +48,13 @@ class _Plain:
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
-    """A gauge with one label."""
+    """A metric with one label."""
 
     name: str
     text: str
     label: str
     read: Callable[[EngineSnapshot], Samples]
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily
 
 
 def _tiers(snapshot: EngineSnapshot, part: str) -> Samples:
@@ -60,8 +62,17 @@ def _tiers(snapshot: EngineSnapshot, part: str) -> Samples:
     return [(name, getattr(tier, part)) for name, tier in tiers if tier is not None]
 
 
+TIER_COUNTERS = {
+    "stored_blocks": "Blocks copied into a lower tier.",
+    "loaded_blocks": "Blocks copied out of a lower tier, towards the pool.",
+    "evicted_blocks": "Blocks that a lower tier pushed out to make room.",
+    "failed_copies": "Copies of a block to or from a lower tier that failed or were late.",
+    "hit_tokens": "Tokens that sequences needn't compute because a lower tier had them.",
+}
+"""Fields of `snapshot.TierState`, each with its metric's text."""
+
 PLAIN = (
-    _Plain("kv_pinned_blocks", "Active and cached blocks that may not be evicted now.", lambda s: s.blocks.pinned),
+    _Plain("kv_pinned_blocks", "Active blocks that a copy to a lower tier reads.", lambda s: s.blocks.pinned),
     _Plain("kv_block_bytes", "Bytes of one block, all layers and scales.", lambda s: s.block_bytes),
     _Plain("kv_block_tokens", "Token slots of one block.", lambda s: s.block_tokens),
     _Plain("kv_largest_free_run_blocks", "Longest run of adjacent free blocks.", lambda s: s.largest_free_run),
@@ -109,6 +120,10 @@ LABELLED = (
     ),
     _Labelled("kv_tier_bytes", "Size of a lower tier.", "tier", lambda s: _tiers(s, "total_bytes")),
     _Labelled("kv_tier_used_bytes", "Bytes used in a lower tier.", "tier", lambda s: _tiers(s, "used_bytes")),
+    *(
+        _Labelled(f"kv_tier_{part}", text, "tier", partial(_tiers, part=part), CounterMetricFamily)
+        for part, text in TIER_COUNTERS.items()
+    ),
 )
 
 
@@ -137,7 +152,7 @@ class SnapshotCollector(Collector):
         for field, (name, text) in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, getattr(snapshot.counters, field))
         for metric in LABELLED:
-            family = GaugeMetricFamily(PREFIX + metric.name, metric.text, labels=[metric.label])
+            family = metric.kind(PREFIX + metric.name, metric.text, labels=[metric.label])
             for label, value in metric.read(snapshot):
                 family.add_metric([label], value)
             yield family

@@ -25,7 +25,8 @@ class PrefixEntry:
     digest: bytes
     tokens: tuple[int, ...]
     parent: PrefixEntry | None
-    block: int
+    block: int | None
+    """None while only a lower memory tier holds the content."""
     generation: int
     """The pool's generation of `block` when published; a later one means other content."""
     tenant: str = ""
@@ -54,6 +55,10 @@ class PrefixIndex:
     def __iter__(self) -> Iterator[PrefixEntry]:
         return iter(self._entries.values())
 
+    def offers(self, entry: PrefixEntry) -> bool:
+        """Whether an entry was not forgotten since it was published."""
+        return self._entries.get(entry.digest) is entry
+
     def match(self, tokens: Sequence[int], tenant: str = "") -> list[PrefixEntry]:
         """The longest chain of a tenant's published blocks that `tokens` starts with; only full blocks."""
         chain: list[PrefixEntry] = []
@@ -68,14 +73,14 @@ class PrefixIndex:
         return chain
 
     def publish(
-        self, parent: PrefixEntry | None, tokens: tuple[int, ...], block: int, generation: int, tenant: str = ""
+        self, parent: PrefixEntry | None, tokens: tuple[int, ...], block: int | None, generation: int, tenant: str = ""
     ) -> PrefixEntry | None:
-        """Offer a full block for reuse.
+        """Offer a full block for reuse; `block` is None for content that only a lower tier holds.
 
         Returns the entry of exactly this content (this block's, or an equal one published before), or None where
         the parent is no longer published or the digest is taken by other content: then the block stays private.
         """
-        if parent is not None and self._entries.get(parent.digest) is not parent:
+        if parent is not None and not self.offers(parent):
             return None
         digest = self._digest(parent, tokens, tenant)
         held = self._entries.get(digest)

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ullage_engine.eviction import EvictionPlan, Freed, Protection, plan_eviction, share_of
+from ullage_engine.eviction import EvictionPlan, Freed, Protection, plan_demotion, plan_eviction, share_of
 from ullage_engine.evictor import CellStore, Evictor
 from ullage_engine.pool import BlockPool
-from ullage_engine.request import KvBudget
+from ullage_engine.prefix import PrefixEntry
+from ullage_engine.request import Destination, KvBudget
 from ullage_engine.retention import Rows, top_entries
 from ullage_engine.scheduler import Scheduler
 from ullage_engine.sequence import Sequence
 from ullage_engine.snapshot import CellCounts, CompactionReport, EvictionReport, Fragmentation
+from ullage_engine.tiers.residency import TieredResidency
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +68,10 @@ class Reclaimer:
         retention: Retention,
         block_bytes: int,
         clock: Callable[[], float],
+        tiers: TieredResidency | None = None,
     ) -> None:
         self._pool = pool
+        self._tiers = tiers
         self._scheduler = scheduler
         self._protection = protection
         self._retention = retention
@@ -87,7 +91,7 @@ class Reclaimer:
     def settle(self, sequence: Sequence) -> None:
         """Cut a sequence to its budget where that is due: once it is computed, then every `interval` tokens beyond."""
         budget = sequence.request.kv_budget or self._retention.budget
-        if budget is None or not sequence.decoding:
+        if budget is None or not sequence.decoding or sequence.loading:
             return
         limit, kept, before = budget.limit(sequence.computed), sequence.kept_tokens, sequence.settled_at
         if before is not None and kept < max(limit, before) + self._retention.interval:
@@ -110,23 +114,37 @@ class Reclaimer:
     # -- on demand -----------------------------------------------------------------------------------------------
 
     def evict(
-        self, *, ratio: float | None = None, bytes_: int | None = None, target_usage: float | None = None, dry_run: bool
+        self,
+        *,
+        ratio: float | None = None,
+        bytes_: int | None = None,
+        target_usage: float | None = None,
+        dry_run: bool,
+        tiers: tuple[Destination, ...] = ("drop",),
     ) -> EvictionReport:
         """Free cold blocks: `ratio` of the occupied, `bytes_`, or down to `target_usage` of all; one of them is given.
 
         By age and not by score, which would take a pass over the keys: cached blocks first, then whole blocks of live
         sequences, then the oldest cells of those that were evicted before.
+
+        Args:
+            tiers: where content may go: `host` keeps that of cached blocks findable there, waiting a moment for what is
+                not there yet; `drop` gives it up.
         """
         began = self._clock()
         wanted = self._wanted(ratio, bytes_, target_usage)
-        plan = plan_eviction(self._pool, self._cells, self._scheduler.running, wanted, self._protection)
+        below = self._below(wanted, dry_run=dry_run) if "host" in tiers else []
+        if "drop" in tiers:
+            plan = plan_eviction(self._pool, self._cells, self._scheduler.running, wanted, self._protection, below)
+        else:
+            plan = plan_demotion(wanted, below)
         freed = self._foreseen(plan) if dry_run else self._carry_out(plan)
         return EvictionReport(
             blocks_freed=freed.blocks,
             bytes_freed=freed.blocks * self._block_bytes,
-            dropped=freed.blocks,
-            demoted=0,
-            cached_blocks=freed.cached,
+            dropped=freed.cached + freed.live,
+            demoted=freed.demoted,
+            cached_blocks=freed.cached + freed.demoted,
             sequences_touched=plan.sequences,
             tokens_dropped=freed.tokens,
             eligible_blocks=plan.eligible,
@@ -144,8 +162,15 @@ class Reclaimer:
             return max(0, occupied - int(self._pool.total * usage + 1e-9))
         return min(share_of(occupied, ratio or 0.0), occupied)
 
+    def _below(self, wanted: int, *, dry_run: bool) -> list[PrefixEntry]:
+        """Content of the coldest cached blocks that a lower tier holds."""
+        if self._tiers is None:
+            return []
+        return self._tiers.held(wanted) if dry_run else self._tiers.demote(wanted)
+
     def _carry_out(self, plan: EvictionPlan) -> Freed:
-        cached = self._pool.reclaim(plan.cached)
+        demoted = sum(self._pool.demote(entry) for entry in plan.below)
+        cached = self._pool.reclaim(plan.cached, demote=False).freed
         entries = live = 0
         for cold in plan.cold:
             cached += sum(self._pool.withdraw(cold.sequence.table[index]) for index in cold.indices)
@@ -157,16 +182,17 @@ class Reclaimer:
             entries, mended = entries + dropped, mended + whole
         for moves in self._cells.mending()[: max(0, plan.mended - mended)]:
             mended += self._evictor.mend(moves)
-        self.tally.evicted_blocks += cached + live + mended
+        self.tally.evicted_blocks += demoted + cached + live + mended
         self.tally.evicted_entries += entries
-        return Freed(cached=cached, live=live + mended, tokens=entries // self._cells.cells_per_block)
+        tokens = entries // self._cells.cells_per_block
+        return Freed(demoted=demoted, cached=cached, live=live + mended, tokens=tokens)
 
     def _foreseen(self, plan: EvictionPlan) -> Freed:
         size = self._pool.block_tokens
         cold = sum(len(part.indices) for part in plan.cold)
         entries = sum(part.sequence.cells.first(part.columns, size) for part in plan.thinned if part.sequence.cells)
         tokens = cold * size + entries // self._cells.cells_per_block
-        return Freed(cached=plan.cached, live=cold + plan.mended, tokens=tokens)
+        return Freed(demoted=len(plan.below), cached=plan.cached, live=cold + plan.mended, tokens=tokens)
 
     # -- compaction ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Destination = Literal["host", "drop"]
+"""Where an eviction may send content: to the host tier, from which it can come back, or nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Pure bookkeeping on sequences and the pool: no tensors, no clock, no model. One 
 1. every running sequence gets the tokens it awaits, as far as the token budget goes, decoding ones first; where
    blocks run out, the running sequence that costs least is preempted (see `preemption_cost`), never the oldest, which
    therefore always makes progress; a block that others share is copied before it is appended to;
+   A sequence whose blocks are still being loaded from a lower tier holds them and computes nothing;
 2. waiting requests are admitted when the blocks for *all* their tokens are available, reclaimable ones counted and
    one block left for each running sequence. A blocked request is passed over by smaller later ones, but only
    `MAX_PASSED_OVER` times.
@@ -17,15 +18,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ullage_engine.cells import CellPool
-from ullage_engine.errors import PoolExhausted
 from ullage_engine.pool import BlockPool
+from ullage_engine.prefix import PrefixEntry
 from ullage_engine.sequence import Sequence
 from ullage_engine.speculation.base import Draft
+from ullage_engine.tiers.base import NothingBelow, Residency, missing
 
 MAX_PASSED_OVER = 64
 """Admissions of others that a blocked request tolerates before nobody may pass it."""
 MAX_SCANNED = 32
 """Waiting requests looked at in one pass."""
+PREFETCHED = 4
+"""Waiting requests whose prompts are brought nearer from the slowest tier."""
 NO_DRAFT = Draft()
 
 
@@ -71,6 +75,7 @@ class Scheduler:
 
     Args:
         cells: the pool's cells, for evicted sequences; None: a block is a single cell.
+        residency: what lies below the pool; None: nothing.
     """
 
     def __init__(
@@ -81,17 +86,21 @@ class Scheduler:
         max_sequences: int,
         prefix_reuse: bool,
         cells: CellPool | None = None,
+        residency: Residency | None = None,
     ) -> None:
         self.cells = cells or CellPool(pool, [(0,)])
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._prefix_reuse = prefix_reuse
+        self._residency = residency or NothingBelow()
         self.waiting: list[Sequence] = []
         """In order of arrival."""
         self.running: list[Sequence] = []
         """In order of arrival."""
         self.tally = SchedulerTally()
+        self.hopeless: list[Sequence] = []
+        """Waiting sequences that were found to need more blocks than there are."""
         self._copies: dict[int, int] = {}
         """Blocks to copy before the planned step, source by target."""
 
@@ -110,7 +119,8 @@ class Scheduler:
         """The next step's work; allocates the blocks it needs."""
         chunks: list[Chunk] = []
         budget = self._max_batch_tokens
-        for sequence in sorted(self.running, key=lambda s: (not s.decoding, s.arrival)):
+        computing = [sequence for sequence in self.running if not sequence.loading]
+        for sequence in sorted(computing, key=lambda s: (not s.decoding, s.arrival)):
             count = min(budget, len(sequence.tokens) - sequence.computed)
             if count and sequence in self.running and self._make_room(sequence, count):
                 chunks.append(Chunk(sequence, count))
@@ -121,6 +131,7 @@ class Scheduler:
             count = min(budget, len(sequence.tokens) - sequence.computed)
             chunks.append(Chunk(sequence, count))
             budget -= count
+        self._prefetch()
         return chunks
 
     def with_drafts(self, chunks: list[Chunk], drafts: Mapping[Sequence, Draft]) -> list[Chunk]:
@@ -160,6 +171,7 @@ class Scheduler:
     def computed(self, sequence: Sequence, count: int) -> None:
         """Book `count` more tokens whose keys and values are now in the cache; publishes blocks that became full."""
         before = sequence.kept
+        self._count_reuse(sequence)
         recomputed = min(sequence.recompute_until, sequence.computed + count) - sequence.computed
         self.tally.recomputed_tokens += max(0, recomputed)
         sequence.computed += count
@@ -170,16 +182,19 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, whatever its state, and give its blocks back."""
+        self._residency.left(sequence)
+        self._residency.ended(sequence)
         self.cells.release(sequence.take_cells())
-        self._pool.release(sequence.table)
-        sequence.table, sequence.starts = [], []
+        self._pool.release(sequence.take_blocks())
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
     # -- room for the running ones -------------------------------------------------------------------------------
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Blocks for `count` more tokens, preempting others until they are there; False: it was itself preempted."""
-        while self._missing(sequence, count) > self._pool.available:
+        """Blocks for `count` more tokens, preempting others until they are there; False: not in this step."""
+        while (missing := self._missing(sequence, count)) > self._pool.available:
+            if missing <= self._pool.available + self._residency.coming():
+                return False
             victim = self._victim()
             self.preempt(victim)
             if victim is sequence:
@@ -237,14 +252,19 @@ class Scheduler:
             self.add(child)
             return False
         self._pool.hold(child.follow(parent))
-        self.tally.prefix_query_tokens += child.computed
-        self.tally.prefix_hit_tokens += child.computed
+        self._count_reuse(child)
         _insert(self.running, child)
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; its blocks are given up and its tokens will be computed anew."""
+        """Back to the queue; its blocks are given up, and come back from a lower tier or are computed anew."""
         self.tally.preemptions += 1
+        sequence.image = self._residency.preempted(sequence)
+        self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Back to the queue, since what it holds or waits for is of no use."""
+        self._residency.left(sequence)
         self.cells.release(sequence.take_cells())
         self._pool.release(sequence.reset())
         self.running.remove(sequence)
@@ -265,35 +285,68 @@ class Scheduler:
                 continue
             for other in blocked:
                 other.passed_over += 1
-            budget -= min(budget, len(sequence.tokens) - sequence.computed)
-            yield sequence
+            if not sequence.loading:
+                budget -= min(budget, len(sequence.tokens) - sequence.computed)
+                yield sequence
 
     def _start(self, sequence: Sequence) -> bool:
         """Move one waiting sequence to the running ones if its blocks are available."""
-        entries = self._pool.match(sequence.tokens[:-1], sequence.request.tenant) if self._prefix_reuse else []
-        missing = self._blocks_for(len(sequence.tokens)) - len(entries)
         reserve = len(self.running)
-        if missing > self._pool.available - self._pool.idle(entries) - reserve:
+        if sequence.image is not None:
+            if self._residency.resume(sequence, reserve):
+                rows = len(sequence.tokens) - sequence.dropped
+                sequence.append_blocks(self._pool.allocate(self._blocks_for(rows) - len(sequence.table)))
+                self._run(sequence)
+                return True
+            if sequence.image is not None:
+                return False
+        if self._blocks_for(len(sequence.tokens)) > self._pool.total:
+            self.hopeless.append(sequence)
             return False
-        shared = self._pool.share(entries)
-        try:
-            fresh = self._pool.allocate(missing)
-        except PoolExhausted:  # pragma: no cover - counted above; kept so that a miscount leaks nothing
-            self._pool.release(shared)
-            raise
-        sequence.append_blocks(shared + fresh)
+        entries = self._residency.usable(self._known(sequence))
+        fresh = self._blocks_for(len(sequence.tokens)) - len(entries)
+        if fresh + len(missing(entries)) > self._pool.available - self._pool.idle(entries) - reserve:
+            return False
+        self._hold(sequence, entries, fresh)
         sequence.computed = sequence.published = len(entries) * sequence.block_tokens
         sequence.chain = entries[-1] if entries else None
         sequence.publishing = self._prefix_reuse
-        if not sequence.preempted:  # finding one's own blocks again after a preemption is no reuse
-            sequence.cached_tokens = sequence.computed
-            self.tally.prefix_query_tokens += len(sequence.request.prompt)
-            self.tally.prefix_hit_tokens += sequence.computed
-        self.waiting.remove(sequence)
-        _insert(self.running, sequence)
+        self._run(sequence)
         return True
 
+    def _hold(self, sequence: Sequence, entries: list[PrefixEntry], fresh: int) -> None:
+        """Blocks for a sequence: those of `entries`, shared or loaded from below, and `fresh` ones."""
+        # what is in the pool is held first, so that making room for the rest can't take it
+        self._pool.share(entry for entry in entries if entry.block is not None)
+        self._residency.load(sequence, entries)
+        shared = [entry.block for entry in entries if entry.block is not None]
+        sequence.append_blocks(shared + self._pool.allocate(fresh))
+
+    def _run(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        _insert(self.running, sequence)
+
     # -- reuse ---------------------------------------------------------------------------------------------------
+
+    def _known(self, sequence: Sequence) -> list[PrefixEntry]:
+        """Published blocks that a sequence's tokens start with; the last token is always computed."""
+        return self._pool.match(sequence.tokens[:-1], sequence.request.tenant) if self._prefix_reuse else []
+
+    def _count_reuse(self, sequence: Sequence) -> None:
+        """Before its first computation; finding one's own blocks again after a preemption is no reuse."""
+        if sequence.reuse_counted:
+            return
+        sequence.reuse_counted = True
+        sequence.cached_tokens = sequence.computed
+        self.tally.prefix_query_tokens += len(sequence.request.prompt)
+        self.tally.prefix_hit_tokens += sequence.computed
+
+    def _prefetch(self) -> None:
+        """Bring nearer what will be asked for next; each request is looked up once."""
+        for sequence in self.waiting[:PREFETCHED]:
+            if not sequence.prefetched:
+                sequence.prefetched = True
+                self._residency.prefetch(self._known(sequence))
 
     def _publish(self, sequence: Sequence) -> None:
         size = sequence.block_tokens

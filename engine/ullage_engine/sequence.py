@@ -24,6 +24,7 @@ import torch
 from ullage_engine.cell_table import CellTable
 from ullage_engine.prefix import PrefixEntry
 from ullage_engine.request import GenerationRequest, Sink
+from ullage_engine.tiers.base import Image
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +59,16 @@ class Sequence:
     """False once its content can't be reused by others (blocks dropped, chain broken) or reuse is off."""
     passed_over: int = 0
     """Times a later request was admitted before this one while it waited."""
-    preempted: bool = False
+    reuse_counted: bool = False
+    """Whether what it found in the prefix cache was counted: once, at its first computation."""
+    loading: int = 0
+    """Blocks that copies from a lower tier still fill for it; until they have, it can't compute."""
+    incoming: list[int] = field(default_factory=list)
+    """Those blocks that will hold cells."""
+    image: Image | None = None
+    """What it held when it was preempted, stored below."""
+    prefetched: bool = False
+    """Whether its prompt was looked up below while it waits."""
     recompute_until: int = 0
     """Tokens below this one were computed before a preemption."""
 
@@ -143,10 +153,22 @@ class Sequence:
 
     def reset(self) -> list[int]:
         """Forget the blocks' content (preemption): all tokens are to be computed anew. Returns the blocks held."""
-        blocks = self.table
-        self.table, self.starts = [], []
-        self.recompute_until = max(self.recompute_until, self.computed)
+        blocks = self.take_blocks()
+        if self.reuse_counted:
+            self.recompute_until = max(self.recompute_until, self.computed)
         self.computed = self.dropped = self.published = 0
-        self.chain, self.publishing, self.preempted = None, True, True
+        self.chain, self.publishing = None, True
         self.settled_at = None
         return blocks
+
+    def take_blocks(self) -> list[int]:
+        """Forget all blocks; returns their ids."""
+        blocks = self.incoming + self.table
+        self.table, self.starts, self.incoming = [], [], []
+        return blocks
+
+    def restore(self, image: Image, table: list[int], incoming: list[int]) -> None:
+        """Take up where `image` was made, on blocks that hold, or will hold, its pieces."""
+        self.table, self.starts, self.incoming = table, [*image.starts], incoming
+        self.computed, self.dropped, self.settled_at = image.computed, image.dropped, image.settled_at
+        self.chain, self.published, self.publishing = image.chain, image.published, image.publishing

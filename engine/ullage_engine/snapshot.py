@@ -25,7 +25,7 @@ class BlockCounts:
     in_flight: int
     """Being stored to or loaded from a lower tier."""
     pinned: int
-    """Of the active and cached ones, those that may not be evicted now."""
+    """Of the active ones, those that may not be evicted now, because a copy to a lower tier reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,16 @@ class TierState:
 
     total_bytes: int
     used_bytes: int
+    stored_blocks: int = 0
+    """Blocks copied into it since the process started, as are all below."""
+    loaded_blocks: int = 0
+    """Blocks copied out of it, towards the pool."""
+    evicted_blocks: int = 0
+    """Pushed out to make room."""
+    failed_copies: int = 0
+    """Failed, or too late."""
+    hit_tokens: int = 0
+    """Tokens that sequences needn't compute because this tier had them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ def _ullage(service: InferenceService) -> dict[str, object]:
         "--model": model.source,
         "--served-name": service.served_name,
         "--kv-memory": cache.memory_bytes,
+        "--host-memory": cache.host_memory_bytes,
         "--kv-type": cache.type,
         "--block-size": cache.block_size,
         "--max-model-len": model.max_length,

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from ullage_engine.fake_core import FakeCore
 from ullage_engine.fake_engine import FakeEngine, running, tiny_tokenizer
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
+from ullage_engine.snapshot import TierState
 
 CONTRACTS = Path(__file__).parents[2] / "docs" / "contracts.md"
 
@@ -121,6 +123,26 @@ async def test_evict_reaches_the_pool_once_a_key(adapter: UllageAdapter, core: F
     with pytest.raises(EngineRefused) as caught:
         await adapter.act("evict", ActionRequest(ratio=0.6), "key-1")
     assert caught.value.status == 409
+
+
+async def test_an_eviction_demotes_where_the_engine_has_a_lower_tier(adapter: UllageAdapter, core: FakeCore) -> None:
+    core.pool.cached = 40
+    dropped = await adapter.act("evict", ActionRequest(ratio=0.25), "key-1")
+    core.host = TierState(total_bytes=1 << 20, used_bytes=4096)
+    demoted = await adapter.act("evict", ActionRequest(ratio=0.25), "key-2")
+    assert (dropped.dropped_blocks, dropped.demoted_blocks) == (10, 0)
+    assert demoted.demoted_blocks == demoted.blocks_freed > 0
+    assert demoted.dropped_blocks == 0
+    assert "kept in the host tier" in demoted.message
+    assert adapter.features() == ("demote",)
+    assert demoted.after is not None
+    assert (demoted.after.host_total_bytes, demoted.after.host_used_bytes) == (1 << 20, 4096)
+
+
+def test_the_documented_tier_is_what_the_engine_tells() -> None:
+    found = re.search(r'null where there is none: `({"total_bytes".*?})`', CONTRACTS.read_text(), re.DOTALL)
+    assert found is not None
+    assert re.findall(r'"(\w+)"', found[1]) == [field.name for field in fields(TierState)]
 
 
 async def test_throttle_shows_in_the_snapshot_and_release_lifts_it(adapter: UllageAdapter) -> None:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tiered import make_tiered
 
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
 from ullage_engine.fake_runner import expected_tokens
 from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.request import AdmissionLimit, GenerationRequest, SamplingParams, TokenOutput
+from ullage_engine.tiers.movers import HostCopies
+from ullage_engine.tiers.transfer import ThreadTransfers
 
 WAIT_S = 30.0
 
@@ -271,3 +274,39 @@ def test_forks_count_as_waiting(start: Callable[..., EngineLoop]) -> None:
             accepted += 1
     gate.open.set()
     assert accepted <= 6
+
+
+def test_the_loop_sleeps_while_a_load_is_under_way_and_wakes_when_it_ends() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def copies(pool: Any, memory: Any) -> ThreadTransfers:
+        real = HostCopies(pool, memory, verify=True)
+
+        def held(batch: Any) -> Any:
+            begun.set()
+            assert gate.wait(WAIT_S)
+            return real.load(batch)
+
+        return ThreadTransfers({"store": real.store, "load": held})
+
+    tiered = make_tiered(blocks=20, copies=copies)
+    loop = EngineLoop(tiered.engine, LoopLimits(max_model_len=64, max_queue=8, max_sequences=4), frozenset())
+    loop.start()
+    first = Receiver()
+    loop.submit(request("first", [1, 2, 3, 4] * 4, 2), first)
+    first.wait()
+    report = loop.evict(ratio=1.0, bytes_=None, dry_run=False, timeout_s=WAIT_S, tiers=("host",))
+    assert report.demoted == 4
+    second = Receiver()
+    loop.submit(request("second", [*[1, 2, 3, 4] * 4, 0], 2), second)
+    assert begun.wait(WAIT_S)
+    before = loop.snapshot().step
+    other = Receiver()
+    loop.submit(request("other", [2, 2], 3), other)
+    assert [o.token for o in other.wait()] == expected_tokens([2, 2], 3, 5)
+    assert not second.outputs
+    assert loop.snapshot().blocks.in_flight == 4
+    gate.set()
+    assert [o.token for o in second.wait()] == expected_tokens([*[1, 2, 3, 4] * 4, 0], 2, 5)
+    assert loop.snapshot().step - before < 100, "the loop span while it had nothing to do"
+    loop.close()

@@ -16,6 +16,7 @@ from ullage_engine.api.admin import create_admin_app
 from ullage_engine.fake_core import FakeCore, Gate
 from ullage_engine.metrics import HttpMetrics, Latency
 from ullage_engine.request import GenerationRequest, TokenOutput
+from ullage_engine.snapshot import TierState
 
 Open = Callable[..., Any]
 EVICT, ADMISSION, DRAIN = "/admin/v1/kv/evict", "/admin/v1/admission", "/admin/v1/drain"
@@ -78,6 +79,18 @@ async def test_evict(core: FakeCore) -> None:
     assert core.pool.cached == 0
 
 
+async def test_evict_to_a_lower_tier(core: FakeCore) -> None:
+    core.pool.cached = 40
+    core.host = TierState(total_bytes=1 << 20, used_bytes=0)
+    async with admin(core) as http:
+        dropped = (await http.post(EVICT, json={"ratio": 0.25, "tiers": ["drop"]})).json()
+        demoted = (await http.post(EVICT, json={"ratio": 0.5, "tiers": ["host", "drop"]})).json()
+        state = (await http.get("/admin/v1/kv")).json()["host"]
+    assert (dropped["dropped"], dropped["demoted"]) == (10, 0)
+    assert (demoted["dropped"], demoted["demoted"], demoted["blocks_freed"]) == (0, 15, 15)
+    assert state["total_bytes"] == 1 << 20
+
+
 async def test_admission(core: FakeCore) -> None:
     async with admin(core) as http:
         limited = await http.post(ADMISSION, json={"max_prompt_tokens": 512, "ttl_s": 30})
@@ -101,7 +114,9 @@ BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (EVICT, {"bytes": 0}, "bytes", "greater than 0"),
     (EVICT, {"bytes": 5.5}, "bytes", "valid integer"),
     (EVICT, {"bytes": 10**300}, "bytes", "less than"),
-    (EVICT, {"ratio": 1, "tiers": ["host"]}, "tiers", "no lower tier"),
+    (EVICT, {"ratio": 1, "tiers": ["host"]}, "tiers", "no host tier"),
+    (EVICT, {"ratio": 1, "tiers": ["host", "drop"]}, "tiers", "no host tier"),
+    (EVICT, {"ratio": 1, "tiers": ["tape"]}, "tiers.0", "'host' or 'drop'"),
     (EVICT, {"ratio": 1, "tiers": []}, "tiers", "at least 1"),
     (EVICT, {"ratio": 1, "tiers": "drop"}, "tiers", "valid array"),
     (EVICT, {"ratio": 1, "dry_run": "no"}, "dry_run", "valid boolean"),

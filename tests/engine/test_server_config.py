@@ -57,6 +57,7 @@ def test_all_arguments(tmp_path: Path) -> None:
     keys.write_text("# ours\none\n\n  two \n")
     arguments = (
         "--model folder --served-name n --host ::1 --port 0 --admin unix:/run/a.sock --kv-memory 48MiB --kv-type int8 "
+        "--host-memory 2GiB --disk-dir /spill --disk-memory 8GB --check-tiers "
         "--block-size 32 --max-model-len 2048 --max-batch-tokens 128 --max-sequences 8 --max-queue 0 --dtype bfloat16 "
         "--threads 2 --eviction-policy recency --protected-tokens 0 --recent-tokens 16 --no-prefix-reuse "
         f"--cache-dir /cache --api-key-file {keys} --max-body 1MiB --drain-seconds 2.5 --health-step-age 9 "
@@ -67,6 +68,10 @@ def test_all_arguments(tmp_path: Path) -> None:
         model="folder",
         served_name="n",
         kv_memory=48 << 20,
+        host_memory=2 << 30,
+        disk_dir=Path("/spill"),
+        disk_memory=8_000_000_000,
+        check_tiers=True,
         kv_type="int8",
         block_size=32,
         max_model_len=2048,

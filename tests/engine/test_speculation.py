@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ullage_engine.fake_runner import expected_tokens
+from ullage_engine.fake_runner import EMPTY, expected_tokens
 from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from ullage_engine.sequence import Sequence
 from ullage_engine.speculation.base import Draft
@@ -225,7 +225,7 @@ def test_drafts_without_finite_logits_are_dropped_and_leave_nothing_in_the_cache
     while not engine.idle:
         engine.step()
         if len(drafted[-1]) > 1:
-            assert [runner.slots[slot] for slot in drafted[-1]] == [None] * len(drafted[-1])
+            assert [runner.slots[slot] for slot in drafted[-1]] == [EMPTY] * len(drafted[-1])
     assert any(len(slots) > 1 for slots in drafted)
     assert tokens(outputs) == expected_tokens([1, 2, 3], 20, VOCABULARY)
     assert engine.pool.active == 0

@@ -126,8 +126,12 @@ def test_only_the_first_of_vllm_s_pods_serves_an_api(build: Any) -> None:
         ),
         ({"nodes": 2}, "spec.engine.nodes: 2 is asked for"),
         (
-            {"cache": {"hostMemory": "1Gi"}},
-            "spec.engine.kvCache.hostMemory: '1Gi' is asked for, but engine type ullage",
+            {"cache": {"hostMemory": "1Gi"}, "limits": {"memory": "1Gi"}},
+            "spec.engine.kvCache.hostMemory: '1Gi' does not fit under resources.limits.memory 1Gi",
+        ),
+        (
+            {"cache": {"memory": "1Gi", "hostMemory": "1Gi"}, "limits": {"memory": "2Gi"}},
+            "spec.engine.kvCache.memory: '1Gi' beside hostMemory 1Gi does not fit under resources.limits.memory 2Gi",
         ),
         ({"cache": SHARE}, "spec.engine.kvCache.memoryShare: 0.85 is asked for"),
         ({"cache": {"memory": None}}, "spec.engine.kvCache.memory: is missing"),

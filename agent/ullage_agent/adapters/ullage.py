@@ -71,7 +71,6 @@ class UllageAdapter:
 
     async def read(self) -> Reading:
         reading = await self._read_snapshot()
-        self._features = () if reading.snapshot.host_total_bytes is None else ("demote",)
         if reading.identity.instance != self._probed_instance:
             await self._probe_compact(reading.identity.instance)
         return reading
@@ -121,7 +120,9 @@ class UllageAdapter:
             raise EngineRefused(
                 f"GET {SNAPSHOT_PATH} answered {answer.status}: {_excerpt(answer.body)}", status=answer.status
             )
-        return parse_snapshot(answer.body, SNAPSHOT_PATH, sampled_at)
+        reading = parse_snapshot(answer.body, SNAPSHOT_PATH, sampled_at)
+        self._features = () if reading.snapshot.host_total_bytes is None else ("demote",)
+        return reading
 
     async def _snapshot_or_none(self) -> Snapshot | None:
         """The state after an action; its loss must not make a done action look failed."""
@@ -150,14 +151,16 @@ class UllageAdapter:
 
     async def _evict(self, request: ActionRequest, key: str) -> Effect:
         amount = {"ratio": request.ratio} if request.bytes is None else {"bytes": request.bytes}
-        body = {**amount, "tiers": ["drop"], "dry_run": request.dry_run}
+        tiers = ["host", "drop"] if "demote" in self._features else ["drop"]
+        body = {**amount, "tiers": tiers, "dry_run": request.dry_run}
         report = await self._post(EVICT_PATH, body, request, key)
         counts = require(report, EVICTION_COUNTS, EVICT_PATH)
         freed, size = counts["blocks_freed"], counts["bytes_freed"]
         if freed == 0:
             return Effect(outcome="Ineffective", message="no block could be freed", counts=counts)
         verb = "would free" if request.dry_run else "freed"
-        return Effect(outcome="Succeeded", message=f"{verb} {freed} blocks, {size} bytes", counts=counts)
+        kept = f", {counts['demoted_blocks']} of them kept in the host tier" if counts["demoted_blocks"] else ""
+        return Effect(outcome="Succeeded", message=f"{verb} {freed} blocks, {size} bytes{kept}", counts=counts)
 
     async def _compact(self, request: ActionRequest, key: str) -> Effect:
         await self._post(COMPACT_PATH, {"budget_ms": request.budget_ms}, request, key)

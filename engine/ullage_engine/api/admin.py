@@ -15,7 +15,7 @@ from math import isfinite
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -27,7 +27,7 @@ from ullage_engine.api.errors import ApiError, shown
 from ullage_engine.api.idempotency import AnswerStore, KeyReused, TooManyKeys
 from ullage_engine.errors import LoopUnavailable
 from ullage_engine.metrics import Latency
-from ullage_engine.request import AdmissionLimit
+from ullage_engine.request import AdmissionLimit, Destination
 
 MAX_BODY = 64 * 1024
 MAX_KEY = 256
@@ -43,7 +43,7 @@ class EvictBody(BaseModel):
 
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     bytes: Annotated[int, Field(gt=0, le=1 << 60)] | None = None
-    tiers: Annotated[list[str], Field(fail_fast=True, min_length=1)] = ["drop"]
+    tiers: Annotated[list[Destination], Field(fail_fast=True, min_length=1, max_length=2)] = ["drop"]
     dry_run: bool = False
 
     @model_validator(mode="after")
@@ -51,13 +51,6 @@ class EvictBody(BaseModel):
         if (self.ratio is None) == (self.bytes is None):
             raise PydanticCustomError("ratio", "give exactly one of ratio and bytes")
         return self
-
-    @field_validator("tiers")
-    @classmethod
-    def _check_tiers(cls, tiers: list[str]) -> list[str]:
-        if tiers != ["drop"]:
-            raise PydanticCustomError("tiers", 'can only be ["drop"]: this engine has no lower tier')
-        return tiers
 
 
 class AdmissionBody(BaseModel):
@@ -112,12 +105,17 @@ class Acts:
 
     async def evict(self, body: EvictBody) -> Answer:
         """Evict, off the event loop since the step loop may take its time."""
+        if "host" in body.tiers and self._core.snapshot().host is None:
+            raise _bad_body(
+                "tiers", shown(body.tiers), "can only be drop: this engine has no host tier (--host-memory)"
+            )
         report = await asyncio.to_thread(
             self._core.evict,
             ratio=body.ratio,
             bytes_=body.bytes,
             dry_run=body.dry_run,
             timeout_s=EVICT_SECONDS,
+            tiers=tuple(body.tiers),
         )
         return asdict(report)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ullage_engine.api.text import HfTokenizer
-from ullage_engine.request import AdmissionLimit, GenerationRequest, Sink
+from ullage_engine.request import AdmissionLimit, Destination, GenerationRequest, Sink
 from ullage_engine.snapshot import EngineSnapshot, EvictionReport
 from ullage_engine.steps import StepListener
 
@@ -102,9 +102,17 @@ class EngineCore(Protocol):
         """
         ...
 
-    def evict(self, *, ratio: float | None, bytes_: int | None, dry_run: bool, timeout_s: float) -> EvictionReport:
+    def evict(
+        self,
+        *,
+        ratio: float | None,
+        bytes_: int | None,
+        dry_run: bool,
+        timeout_s: float,
+        tiers: tuple[Destination, ...] = ("drop",),
+    ) -> EvictionReport:
         """Evict cold blocks between two steps, waiting for the report. Exactly one of `ratio` (of the
-        occupied blocks, 0 < ratio <= 1) and `bytes_` (> 0) is given.
+        occupied blocks, 0 < ratio <= 1) and `bytes_` (> 0) is given. `tiers` says where their content may go.
 
         Raises:
             LoopUnavailable: not begun within `timeout_s`; it has been cancelled and will not happen later.

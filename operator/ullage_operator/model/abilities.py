@@ -44,7 +44,6 @@ def _ullage_alone(engine: Engine) -> Inability | None:
     cache = engine.kv_cache
     asked = {
         "kvCache.memoryShare": (cache.memory_share, "sizes its pool in bytes; set kvCache.memory"),
-        "kvCache.hostMemory": (cache.host_memory, "has no offload tier; leave it out"),
         "speculation": (engine.speculation and engine.speculation.method, "does not speculate; leave it out"),
         "tensorParallel": (engine.tensor_parallel if engine.tensor_parallel > 1 else None, "runs on one device; set 1"),
         "nodes": (engine.nodes if engine.nodes > 1 else None, "runs on one node; set 1"),
@@ -87,10 +86,11 @@ def _memory_limit(engine: Engine) -> Inability | None:
             f"{cache.host_memory!r} does not fit under resources.limits.memory {limit}; lower it or raise the limit",
         )
     on_cpu = not any(name.endswith(GPU_SUFFIX) for name in engine.resources.limits)
-    if engine.type == "ullage" and on_cpu and (cache.memory_bytes or 0) >= room:
+    if engine.type == "ullage" and on_cpu and (cache.memory_bytes or 0) + host >= room:
+        beside = f" beside hostMemory {cache.host_memory}" if host else ""
         return Inability(
             "kvCache.memory",
-            f"{cache.memory!r} does not fit under resources.limits.memory {limit}; lower it or raise the limit",
+            f"{cache.memory!r}{beside} does not fit under resources.limits.memory {limit}; lower it or raise the limit",
         )
     return None
 

@@ -112,9 +112,9 @@ class Engine(Part):
             ),
             ("self.type == 'ullage' || has(self.image)", "image is missing; name the image of that engine"),
             (
-                "self.type != 'ullage' || (!has(self.speculation) && !has(self.kvCache.hostMemory)"
+                "self.type != 'ullage' || (!has(self.speculation)"
                 " && !has(self.kvCache.memoryShare) && self.tensorParallel == 1 && self.nodes == 1)",
-                "engine type ullage has no speculation, kvCache.hostMemory, kvCache.memoryShare, tensorParallel"
+                "engine type ullage has no speculation, kvCache.memoryShare, tensorParallel"
                 " or nodes above 1; leave them out, or use vllm or sglang",
             ),
             (
