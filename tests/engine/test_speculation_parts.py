@@ -204,14 +204,16 @@ def test_a_draft_is_as_long_as_its_last_token_is_worth() -> None:
 
 def test_prices_rise_with_the_batch_until_nothing_is_drafted() -> None:
     costs = Costs(row=0.05)
-    prices = [costs.price(rows) for rows in (1, 4, 16, 64, 512)]
+    prices = [costs.price(rows, 0, 0) for rows in (1, 4, 16, 64, 512)]
     assert prices == sorted(prices)
     assert prices[0] < 0.05
     lengths = [Pace(rate=0.8).length(price, 8) for price in prices]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == 8
     assert lengths[-1] == 0
-    assert Costs(row=0.05, draft=0.5).price(1) > 0.5
+    assert Costs(row=0.05, draft=0.5).price(1, 0, 0) > 0.5
+    assert Costs(row=0.05, cached=0.001).price(1, 2000, 2000) > 0.6, "each drafted row reads the whole context"
+    assert Costs(row=0.05, cached=0.001).price(2, 2010, 10) < 0.1, "a short sequence beside a long one drafts cheaply"
 
 
 def test_rates_follow_what_stood() -> None:
@@ -235,18 +237,20 @@ def test_a_hopeless_sequence_is_tried_again_now_and_then_but_not_under_load() ->
 def test_costs_of_a_machine_are_told_by_a_clock(smallest: Any) -> None:
     from ullage_engine.speculation.assemble import REPEATS, ROWS, measure_costs
 
-    # ten fixed and one for each row, in the target; three for a pass of the draft
-    durations = iter([11.0] * REPEATS + [10.0 + ROWS] * REPEATS + [3.0] * REPEATS)
-    now = [0.0, False]
+    # ten fixed, one for each row and half a one for each cached token that it reads; the draft's pass is as long
+    context = 2 * 8 - ROWS
+    steps = [10 + rows * (1 + 0.5 * cached) for cached in (0, context) for rows in (1, ROWS)] + [3.0]
+    durations = iter([seconds for seconds in steps for _ in range(REPEATS)])
+    now, running = 0.0, False
 
     def clock() -> float:
-        now[0] += next(durations) if now[1] else 0.0
-        now[1] = not now[1]
-        return now[0]
+        nonlocal now, running
+        now += next(durations) if running else 0.0
+        running = not running
+        return now
 
     costs = measure_costs(smallest, smallest, clock)
-    assert costs.row == pytest.approx(0.1)
-    assert costs.draft == pytest.approx(0.3)
+    assert (costs.row, costs.cached, costs.draft) == pytest.approx((0.1, 0.05, 0.3))
 
 
 @pytest.fixture

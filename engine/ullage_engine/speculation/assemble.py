@@ -27,8 +27,10 @@ from ullage_engine.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
-ROWS = 16
+ROWS = 5
 """Rows of the wider of two steps from which the cost of a row is told."""
+CONTEXT = 1024
+"""Cached tokens of the longer of two contexts from which the cost of a cached token is told."""
 REPEATS = 5
 """Of each step; the fastest counts, as others have been interrupted."""
 EXAMPLES = 3
@@ -91,7 +93,12 @@ def make_speculator(
     if config.speculation == "off":
         return None
     costs = measure_costs(target, draft)
-    log.info("speculation: a row costs %.3f of a step, drafting a token %.3f", costs.row, costs.draft)
+    log.info(
+        "speculation: a row costs %.3f of a step, over 1,000 cached tokens %.3f more, a drafting pass %.3f",
+        costs.row,
+        costs.cached * 1000,
+        costs.draft,
+    )
     proposer: Proposer = NgramProposer()
     if draft is not None:
         blocks, size = draft.store.data.shape[0], config.block_size
@@ -103,20 +110,32 @@ def make_speculator(
 def measure_costs(
     target: ModelRunner, draft: ModelRunner | None, clock: Callable[[], float] = time.perf_counter
 ) -> Costs:
-    """Times of a row and of a drafting pass on this machine, by steps of one and of `ROWS` rows."""
-    one, many = _fastest(target, 1, clock), _fastest(target, ROWS, clock)
-    row = max(0.0, many - one) / (ROWS - 1)
+    """Costs on this machine, from steps of one row and of `ROWS`, over no context and over up to `CONTEXT` tokens."""
+    layout, blocks = target.store.layout, target.store.data.shape[0]
+    context = min(CONTEXT, blocks * layout.block_tokens - ROWS)
+    one, row = _one_and_more(target, 0, clock)
+    _, far_row = _one_and_more(target, context, clock)
     fixed = max(one - row, one / ROWS)  # rows that cost as much as a step of their own leave nothing fixed
-    return Costs(row=row / fixed, draft=0.0 if draft is None else _fastest(draft, 1, clock) / fixed)
+    return Costs(
+        row=row / fixed,
+        cached=max(0.0, far_row - row) / context / fixed,
+        draft=0.0 if draft is None else _fastest(draft, 1, 0, clock) / fixed,
+    )
 
 
-def _fastest(runner: ModelRunner, rows: int, clock: Callable[[], float]) -> float:
-    """Seconds of a step that verifies `rows - 1` drafted tokens."""
+def _one_and_more(runner: ModelRunner, context: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of a step of one row, and of each row more."""
+    one, many = (_fastest(runner, rows, context, clock) for rows in (1, ROWS))
+    return one, max(0.0, many - one) / (ROWS - 1)
+
+
+def _fastest(runner: ModelRunner, rows: int, context: int, clock: Callable[[], float]) -> float:
+    """Seconds of a step that verifies `rows - 1` drafted tokens after `context` cached ones."""
     layout = runner.store.layout
-    sampling = SamplingParams(max_tokens=rows, temperature=0)
-    request = GenerationRequest(request_id="measure", prompt=(0,), sampling=sampling)
-    sequence = Sequence(request, lambda output: None, 0, [0], layout.block_tokens)
-    sequence.append_blocks(list(range(layout.blocks_for(rows))))
+    prompt = (0,) * (context + 1)
+    request = GenerationRequest(request_id="measure", prompt=prompt, sampling=SamplingParams(max_tokens=rows))
+    sequence = Sequence(request, lambda output: None, 0, list(prompt), layout.block_tokens, computed=context)
+    sequence.append_blocks(list(range(layout.blocks_for(context + rows))))
     chunk = Chunk(sequence, 1, Draft((0,) * (rows - 1)))
     times = []
     for _ in range(REPEATS):

@@ -1,9 +1,10 @@
 """How many tokens to draft: as many as are likelier to stand than they cost. Pure arithmetic.
 
-A step of R rows takes F (1 + c R): the weights are read once, and each row adds its own work. Without a draft a token
-takes F (1 + c R) / R; a drafted row costs F c. So drafting pays where the chance that the token stands is above its
-*price*, c R / (1 + c R): near nothing for one sequence, near 1 in a full batch, where rows are all that a step's time
-consists of. Drafting passes of a second model add their own time to the price. Both costs are measured at the start.
+A step of R rows that attend to S cached tokens in all takes F (1 + c R + a S): the weights are read once, and each row
+adds its own work. So a token takes F (1 + c R + a S) / R without a draft, and a drafted row over n cached tokens costs
+F (c + a n). Drafting pays where the chance that the token stands is above the quotient of both, its *price*: near
+nothing for one short sequence, near 1 in a full batch, where rows are all that a step's time consists of. A drafting
+pass of a second model, shared by the step's R rows, adds its time. All costs are measured at the start.
 """
 
 from __future__ import annotations
@@ -26,12 +27,21 @@ class Costs:
 
     row: float
     """Of one more row (c above)."""
+    cached: float = 0.0
+    """Of each cached token that a row attends to (a above)."""
     draft: float = 0.0
     """Of one drafting pass; 0 where drafts come from a table."""
 
-    def price(self, rows: int) -> float:
-        """Chance of standing from which a draft pays in a step of `rows` rows; may be above 1."""
-        return (self.row * rows + self.draft) / (1.0 + self.row * rows)
+    def price(self, rows: int, attended: float, context: float) -> float:
+        """Chance of standing from which a draft pays; may be above 1.
+
+        Args:
+            rows: of the step (R above).
+            attended: cached tokens that they attend to, in all (S above).
+            context: cached tokens of the sequence (n above).
+        """
+        more = rows * (self.row + self.cached * context) + self.draft
+        return more / (1.0 + self.row * rows + self.cached * attended)
 
 
 @dataclass(slots=True)

@@ -42,8 +42,10 @@ class Speculator:
     def propose(self, chunks: Iterable[Chunk]) -> Mapping[Sequence, Draft]:
         """Drafts for what is about to be computed; without effect on anything but the proposer."""
         chunks = list(chunks)
-        price = self._costs.price(sum(chunk.count for chunk in chunks))
-        wanted = {chunk.sequence: count for chunk in chunks if (count := self._length(chunk.sequence, price)) > 0}
+        rows = sum(chunk.count for chunk in chunks)
+        attended = sum(chunk.count * chunk.sequence.kept_tokens for chunk in chunks)
+        lengths = {chunk.sequence: self._length(chunk.sequence, rows, attended) for chunk in chunks}
+        wanted = {sequence: length for sequence, length in lengths.items() if length > 0}
         if not wanted or self._broken:
             return {}
         try:
@@ -69,9 +71,10 @@ class Speculator:
         """See `Proposer.check_integrity`."""
         self._proposer.check_integrity()
 
-    def _length(self, sequence: Sequence, price: float) -> int:
+    def _length(self, sequence: Sequence, rows: int, attended: float) -> int:
         if not sequence.request.speculation or not sequence.decoding:
             return 0
         pace = self._paces.setdefault(sequence, Pace())
+        price = self._costs.price(rows, attended, sequence.kept_tokens)
         # the token that follows the draft is generated as well
         return min(pace.length(price, self._longest), sequence.remaining - 1)
