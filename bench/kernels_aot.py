@@ -4,9 +4,9 @@
 
 No GPU is needed: Triton brings all compilers. Serving configurations are head sizes 64, 128, 256; 1, 3, 4, 8 queries
 a KV head; each cache type; blocks of 8, 16, 32 tokens; builds that are alike are made once. `--reduced` keeps one
-configuration for all targets, and every other value once, on one target after the other. A build fails that does not
-compile, spills registers, or takes more shared memory than a thread block may have on its target. The table shows the
-greatest figures of each kernel's builds. The last line is one JSON object.
+configuration for all targets and adds every other value on one of them. A build fails that does not compile, spills
+registers, or takes more shared memory than a thread block may have on its target. The table shows the greatest figures
+of each kernel's builds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -77,12 +77,10 @@ def servings(reduced: bool) -> dict[Target, list[tuple[int, int, KvType, int]]]:
         every = list(product(HEAD_SIZES, QUERIES, CACHE_TYPES, BLOCK_SIZES))
         return dict.fromkeys(TARGETS, every)
     chosen = {target: [USUAL] for target in TARGETS}
-    targets = cycle(TARGETS)
-    for at, values in enumerate((HEAD_SIZES, QUERIES, tuple(CACHE_TYPES), BLOCK_SIZES)):
-        for value in values:
-            if value != USUAL[at]:
-                other = (*USUAL[:at], value, *USUAL[at + 1 :])
-                chosen[next(targets)].append(other)  # type: ignore[arg-type]
+    values = (HEAD_SIZES, QUERIES, tuple(CACHE_TYPES), BLOCK_SIZES)
+    others = [[value for value in of if value != usual] for of, usual in zip(values, USUAL, strict=True)]
+    for at, target in zip(range(max(map(len, others))), reversed(TARGETS), strict=False):
+        chosen[target].append(tuple(of[at % len(of)] for of in others))  # type: ignore[arg-type]
     return chosen
 
 

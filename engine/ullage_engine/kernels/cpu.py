@@ -16,6 +16,7 @@ import torch
 
 from ullage_engine.errors import KernelError
 from ullage_engine.kernels import cpu_build, paged_decode
+from ullage_engine.kernels.checks import require, rows_of
 from ullage_engine.kernels.tables import BlockTables, Tables
 from ullage_engine.kernels.view import LayerView
 
@@ -103,11 +104,11 @@ class CpuKernels:
         cells = self._cells(view)
         if values.dtype != keys.dtype:  # each is rounded by itself, so float32 holds both
             keys, values = keys.float(), values.float()
-        keys, values = _rows_of(keys), _rows_of(values)
-        _require(slots.dtype == torch.int64 and slots.is_contiguous(), "slots must be contiguous int64", slots)
+        keys, values = rows_of(keys), rows_of(values)
+        require(slots.dtype == torch.int64 and slots.is_contiguous(), "slots must be contiguous int64", slots)
         shape = (slots.numel(), cells.kv_heads, cells.head_size)
-        _require(keys.shape == shape, f"keys must be {shape}", keys)
-        _require(values.shape == shape, f"values must be {shape}", values)
+        require(keys.shape == shape, f"keys must be {shape}", keys)
+        require(values.shape == shape, f"values must be {shape}", values)
         self._library.ullage_write(
             ctypes.addressof(cells), slots.data_ptr(), slots.numel(),
             keys.data_ptr(), keys.stride(0), keys.stride(1), values.data_ptr(), values.stride(0), values.stride(1),
@@ -150,10 +151,10 @@ class CpuKernels:
             )
             return
         cells = self._cells(view)
-        query = _rows_of(query)
+        query = rows_of(query)
         query = query if query.stride(1) == cells.head_size else query.contiguous()
         same = out.is_contiguous() and out.shape == query.shape and out.dtype == query.dtype
-        _require(same, f"out must be contiguous, {tuple(query.shape)} of {query.dtype}", out)
+        require(same, f"out must be contiguous, {tuple(query.shape)} of {query.dtype}", out)
         blocks, starts = tables.tables.contiguous(), tables.starts.contiguous()
         self._library.ullage_decode(
             ctypes.addressof(cells), blocks.data_ptr(), starts.data_ptr(), blocks.shape[1],
@@ -168,12 +169,12 @@ class CpuKernels:
         self, values: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """transformers' RMSNorm of rows [T, size]; `residual`, if given, has `values` added to it first, in place."""
-        values = _rows_of(values)
+        values = rows_of(values)
         out = torch.empty((values.shape[0], values.shape[1]), dtype=values.dtype)
-        _require(weight.dtype == values.dtype and weight.is_contiguous(), f"weight must be {values.dtype}", weight)
+        require(weight.dtype == values.dtype and weight.is_contiguous(), f"weight must be {values.dtype}", weight)
         if residual is not None:
             alike = residual.shape == out.shape and residual.dtype == out.dtype and residual.is_contiguous()
-            _require(alike, f"residual must be contiguous, {tuple(out.shape)} of {out.dtype}", residual)
+            require(alike, f"residual must be contiguous, {tuple(out.shape)} of {out.dtype}", residual)
         self._library.ullage_rms_norm(
             values.data_ptr(), values.stride(0), None if residual is None else residual.data_ptr(),
             weight.data_ptr(), eps, out.data_ptr(), *values.shape, TYPES[values.dtype], torch.get_num_threads(),
@@ -193,10 +194,10 @@ class CpuKernels:
     def rotate(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
         """transformers' `apply_rotary_pos_emb` in place on [T, H, D] with contiguous heads; cosine, sine [T, D]."""
         count, heads_, size = heads.shape
-        _require(heads.stride()[1:] == (size, 1), "heads must lie side by side", heads)
+        require(heads.stride()[1:] == (size, 1), "heads must lie side by side", heads)
         cosine, sine = cosine.to(heads.dtype).contiguous(), sine.to(heads.dtype).contiguous()
         for angles in (cosine, sine):
-            _require(angles.shape == (count, size), f"cosine and sine must be {(count, size)}", angles)
+            require(angles.shape == (count, size), f"cosine and sine must be {(count, size)}", angles)
         self._library.ullage_rotate(
             heads.data_ptr(), heads.stride(0), cosine.data_ptr(), sine.data_ptr(), count, heads_, size,
             TYPES[heads.dtype], torch.get_num_threads(),
@@ -215,13 +216,3 @@ def _check_fit(library: ctypes.CDLL, path: Path) -> None:
         raise KernelError(
             f"the CPU kernels in {path} were compiled for a CPU with {', '.join(missing)}, which this one lacks"
         )
-
-
-def _rows_of(values: torch.Tensor) -> torch.Tensor:
-    """The tensor with its last dimension contiguous."""
-    return values if values.stride(-1) == 1 else values.contiguous()
-
-
-def _require(condition: bool, wanted: str, given: torch.Tensor) -> None:
-    if not condition:
-        raise ValueError(f"{wanted}, not {tuple(given.shape)} of {given.dtype} with strides {given.stride()}")
