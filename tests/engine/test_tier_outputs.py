@@ -104,6 +104,7 @@ def settle(engine: Engine, tiers: TieredResidency) -> None:
     """Wait until nothing moves."""
     ended = threading.Event()
     engine.listen(ended.set)
+    engine.tend()  # what ended before anybody listened
     while tiers.busy:
         assert ended.wait(WAIT_S)
         ended.clear()
@@ -129,7 +130,7 @@ def test_generate_reset_generate(model: Any, kind: str) -> None:
     assert report.demoted == report.blocks_freed > 40
     assert engine.pool.free == engine.pool.total
     assert answers(engine, prompts(), 12) == wanted
-    assert tiers.manager.tally["host"].hit_tokens >= 10 * 56
+    assert tiers.manager.tally["host"].loaded == 4 * 5 + 10 * 2, "of four prefixes and ten prompts of their own"
     engine.close()
 
 
