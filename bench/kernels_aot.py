@@ -207,13 +207,15 @@ def main() -> int:
     parser.add_argument("--reduced", action="store_true", help="every value of every parameter, not every combination")
     parser.add_argument("--targets", default=",".join(t.name for t in TARGETS), help="of these alone (%(default)s)")
     parser.add_argument("--kernels", default=",".join(names), help="these alone (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compiling processes (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="at once (%(default)s)")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set, so that nothing would be compiled; unset it")
-    todo = list(jobs(options.reduced, set(options.targets.split(",")), set(options.kernels.split(","))))
-    if not todo:
-        parser.error(f"no kernel is among --kernels {options.kernels}, or no target among --targets {options.targets}")
+    targets, kernels = set(options.targets.split(",")), set(options.kernels.split(","))
+    for option, unknown in (("targets", targets - {t.name for t in TARGETS}), ("kernels", kernels - set(names))):
+        if unknown:
+            parser.error(f"--{option}: nothing is called {', '.join(sorted(unknown))}")
+    todo = list(jobs(options.reduced, targets, kernels))
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # what was compiled before would say nothing of its registers
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as processes:

@@ -77,6 +77,17 @@ def test_a_kernel_that_does_not_compile_is_named_and_counted() -> None:
     ]
 
 
+def test_kernels_and_targets_that_are_not_there_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for option, value in (("--targets", "sm_80,sm_42"), ("--kernels", "kv_write,kv_wrote")):
+        monkeypatch.setattr(sys, "argv", ["kernels_aot.py", option, value])
+        with pytest.raises(SystemExit):
+            aot.main()
+        assert f"{option}: nothing is called {value.partition(',')[2]}" in capsys.readouterr().err
+
+
 def test_nothing_is_compiled_in_an_interpreting_process() -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "--reduced"],

@@ -110,7 +110,8 @@ def _check(
     for name, rows in (("keys", keys), ("values", values)):
         fits = rows.shape == shape and rows.dtype in INPUTS and rows.device == device
         require(fits, f"{name} must be {shape} of float32, bfloat16 or float16 on {device}", rows)
-    require(slots.numel() * view.kv_heads * view.groups < 2**31 - 2**16, "slots must be fewer", slots)
+    most = (2**31 - 2**16) // (view.kv_heads * view.groups)  # rows are counted in 32 bits, and whole tiles of them
+    require(slots.numel() <= most, f"slots must be {most} at most", slots)
     if centre is not None:
         fits = centre.shape == heads and centre.dtype == torch.float32 and centre.device == device
         require(fits and centre.is_contiguous(), f"centre must be contiguous, {heads} of float32 on {device}", centre)
