@@ -7,7 +7,7 @@ to the same names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -52,8 +52,8 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._pool: Any = None
-        """Memory that all graphs share: they run one after the other."""
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        """Those that live. They share one pool of memory, as they run one after the other; it goes with the last."""
 
     def host_memory(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
@@ -71,10 +71,10 @@ class CudaDevice:
             for _ in range(WARM_UPS):
                 work()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        graph, other = torch.cuda.CUDAGraph(), next(iter(self._graphs), None)
+        with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
             work()
-        self._pool = graph.pool()
+        self._graphs.add(graph)
         return graph.replay
 
     def launch(self, work: Work) -> None:

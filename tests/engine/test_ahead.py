@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from test_engine_machine import BLOCKS, BUDGETS, CLASSES, GRID, RETENTION, SIZE, VOCABULARY, EngineMachine
+from test_tier_machine import MOVES, Scene, episode
 
 from ullage_engine.fake_device import FakeDevice
 from ullage_engine.fake_runner import expected_tokens
@@ -75,6 +77,31 @@ def test_long_random_scenes_with_a_late_device(fake_engine: Callable[..., Any]) 
             one.rows_are_the_sequences_own()
         one.teardown()
     assert ahead > 1000, "hardly any step was launched ahead"
+
+
+class LateScene(Scene):
+    """Memory tiers, budgets and preemptions besides, over a device that is late."""
+
+    def device(self) -> FakeDevice:
+        self.late = FakeDevice()
+        self.ahead = 0
+        return self.late
+
+    def step(self) -> None:
+        super().step()
+        self.ahead += self.late.pending
+
+    def device_works(self) -> None:
+        self.late.run(self.random.randint(1, 3))
+
+
+@pytest.mark.filterwarnings("default")
+def test_steps_run_ahead_beside_copies_between_tiers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR")
+    scenes = [
+        episode(seed, 250, tmp_path / str(seed), LateScene, MOVES | {"device_works": 8}) for seed in range(20, 50)
+    ]
+    assert sum(scene.ahead for scene in scenes) > 300, "hardly any step was launched ahead"
 
 
 def ask(engine: Any, name: str, prompt: list[int], count: int, **sampling: Any) -> list[TokenOutput]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from tiered import Tiered, expected, make_tiered
 
+from ullage_engine.fake_device import FakeDevice
 from ullage_engine.fake_runner import mix
 from ullage_engine.prefix import blake2b_128
 from ullage_engine.reclaim import Retention, recency
@@ -74,6 +76,7 @@ class Scene:
             classes=CLASSES,
             retention=Retention(interval=5, policies={"recency": recency, "uneven": uneven}),
             proposer=NgramProposer() if random.random() < 0.3 else None,
+            device=self.device(),
             bounds=Bounds(
                 stores=random.choice([1, 64]),
                 spills=random.choice([1, 8]),
@@ -85,6 +88,10 @@ class Scene:
         self.packed = 0
         """Times that a sequence's cells were seen on their way back."""
         self.heads = [[random.randint(0, 1) for _ in range(SIZE * 3)] for _ in range(3)]
+
+    def device(self) -> FakeDevice | None:
+        """What decode steps are launched on; None: none is."""
+        return None
 
     def submit(self) -> None:
         random, name = self.random, f"r{len(self.tiered.requests)}"
@@ -207,11 +214,13 @@ MOVES = {
 }
 
 
-def _episode(seed: int, operations: int, folder: Path) -> Scene:
+def episode(
+    seed: int, operations: int, folder: Path, kind: type[Scene] = Scene, moves: Mapping[str, int] = MOVES
+) -> Scene:
     random = Random(seed)
-    scene = Scene(random, folder)
+    scene = kind(random, folder)
     for count in range(operations):
-        move = random.choices([*MOVES], [*MOVES.values()])[0]
+        move = random.choices([*moves], [*moves.values()])[0]
         try:
             getattr(scene, move)()
             scene.check()
@@ -234,7 +243,7 @@ def test_a_hundred_thousand_operations(tmp_path: Path, caplog: pytest.LogCapture
     left, seed, seen = int(os.environ.get("ULLAGE_TEST_OPERATIONS", "100000")), 0, dict.fromkeys(SEEN, 0)
     while left > 0:
         operations = min(left, 250)
-        scene = _episode(seed, operations, tmp_path / str(seed % 50))
+        scene = episode(seed, operations, tmp_path / str(seed % 50))
         for what, count in SEEN.items():
             seen[what] += count(scene)
         left -= operations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from ullage_engine.cells import CellPool
 from ullage_engine.engine import Engine, EngineIdentity
 from ullage_engine.eviction import Protection
+from ullage_engine.fake_device import FakeDevice
 from ullage_engine.fake_runner import FakeRunner, expected_tokens
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex, blake2b_128
@@ -27,6 +29,7 @@ from ullage_engine.tiers.manager import Bounds, TierManager
 from ullage_engine.tiers.packing import CellPacking
 from ullage_engine.tiers.residency import TieredResidency
 from ullage_engine.tiers.scripted import Script, ScriptedTransfers
+from ullage_engine.tiers.transfer import Copy
 
 VOCABULARY = 5
 
@@ -42,6 +45,18 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+
+class AfterDevice(ScriptedTransfers):
+    """Scripted copies that begin once the device has done what it was given before."""
+
+    def __init__(self, device: FakeDevice, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._device = device
+
+    def submit(self, copies: Sequence[Copy]) -> None:
+        self._device.mark().wait()
+        super().submit(copies)
 
 
 @dataclass
@@ -113,14 +128,16 @@ def make_tiered(
     retention: Retention | None = None,
     proposer: NgramProposer | None = None,
     copies: Callable[[torch.Tensor, Any], Any] | None = None,
+    device: FakeDevice | None = None,
     **protection: int,
 ) -> Tiered:
     """Everything in memory but the disk tier; time passes as the test says.
 
     Args:
         copies: makes another transfer engine than the scripted one, over the pool's bytes and the host tier's.
+        device: decode steps are launched on it; a copy begins after what it was given before, as on a lane.
     """
-    runner = FakeRunner(blocks, size, VOCABULARY, cell_grid=grid)
+    runner = FakeRunner(blocks, size, VOCABULARY, cell_grid=grid, device=device)
     index = PrefixIndex("salt", size, hasher)
     pool = BlockPool(blocks, size, index)
     memory: Any = np.zeros((host, runner.block_bytes), np.uint8)
@@ -130,7 +147,9 @@ def make_tiered(
         manager.restore(files.restore(index))
     clock = Clock()
     movers = files.movers() if files is not None else None
-    transfers: Any = ScriptedTransfers(runner.data, memory, script, seed, movers, clock.sleep)
+    transfers: Any = (ScriptedTransfers if device is None else partial(AfterDevice, device))(
+        runner.data, memory, script, seed, movers, clock.sleep
+    )
     if copies is not None:
         transfers = copies(runner.data, memory)
     cells = CellPool(pool, classes)
