@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -240,7 +241,8 @@ def test_costs_of_a_machine_are_told_by_a_clock(smallest: Any) -> None:
     # ten fixed, one for each row and half a one for each cached token that it reads; the draft's pass is as long
     context = 2 * 8 - ROWS
     steps = [10 + rows * (1 + 0.5 * cached) for cached in (0, context) for rows in (1, ROWS)] + [3.0]
-    durations = iter([seconds for seconds in steps for _ in range(REPEATS)])
+    disturbed = [seconds + 7 for seconds in steps]
+    durations = iter([*disturbed, *steps * (REPEATS - 1)])
     now, running = 0.0, False
 
     def clock() -> float:
@@ -251,6 +253,14 @@ def test_costs_of_a_machine_are_told_by_a_clock(smallest: Any) -> None:
 
     costs = measure_costs(smallest, smallest, clock)
     assert (costs.row, costs.cached, costs.draft) == pytest.approx((0.1, 0.05, 0.3))
+
+
+def test_rows_never_seem_free(smallest: Any) -> None:
+    from ullage_engine.speculation.assemble import LEAST_ROW, measure_costs
+
+    ticks = itertools.count()
+    costs = measure_costs(smallest, None, lambda: float(next(ticks)))  # every step takes a second, however many rows
+    assert (costs.row, costs.cached, costs.draft) == (LEAST_ROW, 0.0, 0.0)
 
 
 @pytest.fixture

@@ -29,9 +29,11 @@ log = logging.getLogger(__name__)
 
 ROWS = 5
 """Rows of the wider of two steps from which the cost of a row is told."""
+LEAST_ROW = 0.002
+"""Cost of a row at least: no machine multiplies so much faster than it reads, whatever a disturbed measurement says."""
 CONTEXT = 1024
 """Cached tokens of the longer of two contexts from which the cost of a cached token is told."""
-REPEATS = 5
+REPEATS = 6
 """Of each step; the fastest counts, as others have been interrupted."""
 EXAMPLES = 3
 """Unlike tokens named when vocabularies differ."""
@@ -113,33 +115,34 @@ def measure_costs(
     """Costs on this machine, from steps of one row and of `ROWS`, over no context and over up to `CONTEXT` tokens."""
     layout, blocks = target.store.layout, target.store.data.shape[0]
     context = min(CONTEXT, blocks * layout.block_tokens - ROWS)
-    one, row = _one_and_more(target, 0, clock)
-    _, far_row = _one_and_more(target, context, clock)
+    steps = [(target, _verifying(target, rows, cached)) for cached in (0, context) for rows in (1, ROWS)]
+    if draft is not None:
+        steps.append((draft, _verifying(draft, 1, 0)))
+    one, many, far_one, far_many, *drafting = _fastest(steps, clock)
+    row, far_row = (many - one) / (ROWS - 1), (far_many - far_one) / (ROWS - 1)
     fixed = max(one - row, one / ROWS)  # rows that cost as much as a step of their own leave nothing fixed
     return Costs(
-        row=row / fixed,
-        cached=max(0.0, far_row - row) / context / fixed,
-        draft=0.0 if draft is None else _fastest(draft, 1, 0, clock) / fixed,
+        row=max(LEAST_ROW, row / fixed),
+        cached=max(0.0, (far_row - row) / context / fixed),
+        draft=drafting[0] / fixed if drafting else 0.0,
     )
 
 
-def _one_and_more(runner: ModelRunner, context: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of a step of one row, and of each row more."""
-    one, many = (_fastest(runner, rows, context, clock) for rows in (1, ROWS))
-    return one, max(0.0, many - one) / (ROWS - 1)
-
-
-def _fastest(runner: ModelRunner, rows: int, context: int, clock: Callable[[], float]) -> float:
-    """Seconds of a step that verifies `rows - 1` drafted tokens after `context` cached ones."""
-    layout = runner.store.layout
-    prompt = (0,) * (context + 1)
+def _verifying(runner: ModelRunner, rows: int, context: int) -> Chunk:
+    """A chunk that verifies `rows - 1` drafted tokens after `context` cached ones."""
+    layout, prompt = runner.store.layout, (0,) * (context + 1)
     request = GenerationRequest(request_id="measure", prompt=prompt, sampling=SamplingParams(max_tokens=rows))
     sequence = Sequence(request, lambda output: None, 0, list(prompt), layout.block_tokens, computed=context)
     sequence.append_blocks(list(range(layout.blocks_for(context + rows))))
-    chunk = Chunk(sequence, 1, Draft((0,) * (rows - 1)))
-    times = []
+    return Chunk(sequence, 1, Draft((0,) * (rows - 1)))
+
+
+def _fastest(steps: list[tuple[ModelRunner, Chunk]], clock: Callable[[], float]) -> list[float]:
+    """Seconds of each step; they take turns, so that what disturbs the machine for a while disturbs all alike."""
+    times: list[list[float]] = [[] for _ in steps]
     for _ in range(REPEATS):
-        began = clock()
-        runner.forward([chunk])
-        times.append(clock() - began)
-    return min(times)
+        for (runner, chunk), seconds in zip(steps, times, strict=True):
+            began = clock()
+            runner.forward([chunk])
+            seconds.append(clock() - began)
+    return [min(seconds) for seconds in times]
