@@ -341,3 +341,58 @@ def test_settings_that_cannot_work(settings: dict[str, Any]) -> None:
 
     with pytest.raises(ConfigError, match="cannot work"):
         EngineConfig(model="m", **settings)
+
+
+# -- beside eviction -------------------------------------------------------------------------------------------------
+
+
+class Late(Guesses):
+    """Nothing before so many tokens have been generated."""
+
+    AFTER = 8
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, Draft]:
+        return super().propose({one: count for one, count in wanted.items() if one.generated >= self.AFTER})
+
+
+def keep_a_third(rows: Any) -> torch.Tensor:
+    """Other rows in each head, so that what is left lies in cells of each head's own."""
+    chosen = torch.rand(rows.candidates.shape, generator=torch.Generator().manual_seed(4)) < 0.33
+    return chosen & rows.candidates
+
+
+def evicted_answers(model: Any, kernels: Any, answers: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], int]:
+    """Answers of two requests that lose the same rows after `Late.AFTER` tokens, and how many drafted tokens stood."""
+    speculating = speculator(Late(answers, 3)) if answers else None
+    engine = make_engine(
+        model, "fp8", size=8, first=8, recent=16, invariant=True, kernels=kernels, speculator=speculating
+    )
+    outputs: dict[str, list[TokenOutput]] = {}
+    for name, length in (("a", 75), ("b", 40)):
+        prompt = tuple(Random(name).randrange(VOCABULARY) for _ in range(length))
+        outputs[name] = []
+        sampling = SamplingParams(max_tokens=40, temperature=0)
+        engine.add(GenerationRequest(request_id=name, prompt=prompt, sampling=sampling), outputs[name].append)
+        while sum(output.token is not None for output in outputs[name]) < Late.AFTER:
+            engine.step()
+        [sequence] = engine.scheduler.running
+        engine.reclaimer._evictor.cut(sequence, keep_a_third)
+        assert sequence.cells is not None
+        while not engine.idle:
+            engine.step()
+            engine.check_integrity()
+    found = {name: [o.token for o in received if o.token is not None] for name, received in outputs.items()}
+    return found, engine.snapshot(None, draining=False).counters.accepted_tokens
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_evicted_sequences_answer_the_same_with_drafts(cpu_kernels: CpuKernels, native: bool) -> None:
+    model, _ = tiny("llama")
+    kernels = cpu_kernels if native else None
+    if native:
+        fuse_layers(model, cpu_kernels, lambda linear: linear)
+    make_invariant(model)
+    plain, _ = evicted_answers(model, kernels, {})
+    drafted, stood = evicted_answers(model, kernels, plain)
+    assert drafted == plain
+    assert stood > 10
