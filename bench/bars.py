@@ -22,7 +22,7 @@ class Panel:
 def svg(title: str, panels: Sequence[Panel]) -> str:
     """The panels side by side."""
     width = PANEL * len(panels)
-    parts = [_text(width / 2, 20, title, size=15, anchor="middle")]
+    parts = [text(width / 2, 20, title, size=15, anchor="middle")]
     for index, panel in enumerate(panels):
         parts += _panel(panel, index * PANEL)
     body = "\n".join(parts)
@@ -35,19 +35,20 @@ def svg(title: str, panels: Sequence[Panel]) -> str:
 def _panel(panel: Panel, left: int) -> list[str]:
     highest = max(value for _, value in panel.bars) or 1.0
     step = (PANEL - 60) / len(panel.bars)
-    parts = [_text(left + PANEL / 2, 42, f"{panel.title} ({panel.unit})", size=12, anchor="middle")]
+    parts = [text(left + PANEL / 2, 42, f"{panel.title} ({panel.unit})", size=12, anchor="middle")]
     for index, (label, value) in enumerate(panel.bars):
         x, height = left + 30 + index * step, (BASE - TOP - 16) * value / highest
         middle = x + step / 2
         parts += [
             f'<rect x="{x + step * 0.15:.1f}" y="{BASE - height:.1f}" width="{step * 0.7:.1f}" '
             f'height="{height:.1f}" fill="{COLOUR}"/>',
-            _text(middle, BASE - height - 4, f"{value:.3g}", size=11, anchor="middle"),
-            _text(middle, BASE + 16, label, size=11, anchor="middle"),
+            text(middle, BASE - height - 4, f"{value:.3g}", size=11, anchor="middle"),
+            text(middle, BASE + 16, label, size=11, anchor="middle"),
         ]
     parts.append(f'<line x1="{left + 24}" y1="{BASE}" x2="{left + PANEL - 24}" y2="{BASE}" stroke="#444"/>')
     return parts
 
 
-def _text(x: float, y: float, text: str, *, size: int, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
+def text(x: float, y: float, words: str, *, size: int, anchor: str) -> str:
+    """One line of text at a point."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'

@@ -1,7 +1,7 @@
 """How much attention queries pay to keys, in plain torch: `kernels.key_scores` for rows of any layout.
 
-Two passes: the log-sum-exp of each query over all it sees, then p = exp(logit - lse) for each key. Both go by tiles of
-queries, so that no more than `TILE` logits exist at a time whatever the context is.
+p = exp(logit - lse), with the log-sum-exp of each query over all that it sees. Everything goes by tiles of queries, so
+that no more than `TILE` logits exist at a time whatever the context is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from ullage_engine.policies.base import Mode, Queries
 
-TILE = 1 << 22
-"""Logits of one tile (float32)."""
+TILE = 1 << 19
+"""Logits of one tile (float32): as many as a core's cache holds, and enough for a matrix product to pay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +46,24 @@ def log_sum_exp(queries: Queries, keys: Keys, rule: Rule) -> torch.Tensor:
     return torch.cat(parts, 2).flatten(0, 1).T  # [H, G, W] -> [W, Hq]
 
 
-def attention(queries: Queries, keys: Keys, lse: torch.Tensor, mode: Mode, rule: Rule) -> torch.Tensor:
+def attention(queries: Queries, keys: Keys, lse: torch.Tensor | None, mode: Mode, rule: Rule) -> torch.Tensor:
     """[H, R] of the queries' probabilities of each key, averaged over the query heads of its KV head.
 
     Args:
-        lse: [W, Hq] of each query over all that it saw, which may be more than these keys.
+        lse: [W, Hq] of each query over all that it saw; None: it saw no more than these keys, and one pass does.
     """
     heads, rows = keys.exists.shape
-    found = torch.zeros((heads, queries.vectors.shape[1] // heads, rows), device=lse.device)
+    found = torch.zeros((heads, queries.vectors.shape[1] // heads, rows), device=keys.vectors.device)
     for at, logits in _tiles(queries, keys, rule):
-        logs = logits - lse[at].T.reshape(*logits.shape[:3], 1)
-        logs = logs.masked_fill(logits == float("-inf"), float("-inf"))
-        chances = logs.exp()
+        total = logits.logsumexp(-1, keepdim=True) if lse is None else lse[at].T.reshape(*logits.shape[:3], 1)
+        # a query that saw nothing has a total of -inf, and gives nothing
+        logs = logits.sub_(total.masked_fill(total == float("-inf"), 0.0))
         if mode == "max":
-            found = torch.maximum(found, chances.amax(2))
+            torch.maximum(found, logs.amax(2).exp(), out=found)
         elif mode == "sum":
-            found += chances.sum(2)
+            found += logs.exp_().sum(2)
         else:
+            chances = logs.exp()
             found -= torch.where(chances > 0, chances * logs, 0.0).sum(2)
     return found.mean(1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -40,7 +39,7 @@ class TensorView:
 
     def attention(self, layer: int, mode: Mode) -> torch.Tensor:
         keys = Keys(self.keys(layer), self.positions[layer], self.exists[layer])
-        return mass.attention(self.observed[layer], keys, self._lse[layer], mode, self.rule)
+        return mass.attention(self.observed[layer], keys, None, mode, self.rule)
 
     def reread(self, layer: int) -> torch.Tensor:
         if self.rereading is None:
@@ -49,12 +48,3 @@ class TensorView:
 
     def frequencies(self, layer: int) -> torch.Tensor | None:
         return self.inverse_frequencies
-
-    @cached_property
-    def _lse(self) -> list[torch.Tensor]:
-        return [
-            mass.log_sum_exp(queries, Keys(keys, positions, exists), self.rule)
-            for queries, keys, positions, exists in zip(
-                self.observed, self.all_keys, self.positions, self.exists, strict=True
-            )
-        ]

@@ -1,0 +1,349 @@
+"""What each eviction policy leaves of a model's memory, through the engine's own blocks and cells.
+
+    python bench/eviction_quality.py [--contexts 1024 2048] [--count 10] [--kvpress-python PATH] [--quick]
+
+Tasks are in `eviction_tasks`. Each is first done with the full cache, and what that cannot do (below 0.9) is left out;
+retention is the score divided by the full cache's. Two settings: the question is asked after eviction (`unseen`, what
+a cache shared by several questions meets) or has been read before it (`seen`). Budgets are shares of all (layer, head,
+token) entries of the context, protected ones included; here the first 16 and the last 32 tokens are protected, not
+256 and the engine's recent window, which at 1,024 tokens would leave a budget of 20 % nothing to choose.
+
+kvpress runs in an environment of its own on the same contexts and budgets, against its own full cache, where
+`--kvpress-python` (or KVPRESS_PYTHON) names its Python. Results are appended to `--partial` as they come, and a run
+that finds results there goes on where it stopped. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from eviction_cache import EvictionCache, Settings, Variant
+from eviction_tasks import Context, contexts, scores, share_right, write
+from lines import Chart, svg
+from measure import machine
+from throughput import MODEL
+from workload import real_text
+
+from ullage_engine import models
+from ullage_engine.config import default_cache_dir
+from ullage_engine.kernels import cpu_build
+from ullage_engine.kernels.cpu import CpuKernels
+from ullage_engine.policies import NAMES
+
+HERE = Path(__file__).resolve().parent
+INSTRUCTION = "\n\nRepeat the previous context exactly.\n"
+CAN = 0.9
+"""Score of the full cache below which a question is beyond the model."""
+HEADLINE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Scores of one contestant on one context."""
+
+    length: int
+    context: str
+    setting: str
+    side: str
+    """`ullage` or `kvpress`."""
+    method: str | None
+    """None: the full cache."""
+    keep: float
+    scores: dict[str, float]
+    blocks: int = 0
+    freed: int = 0
+
+
+class Results:
+    """All results so far, kept in a file of JSON lines."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        known = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.all = [Result(**json.loads(line)) for line in known]
+
+    def add(self, results: Sequence[Result]) -> None:
+        self.all += results
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.writelines(json.dumps({n: getattr(r, n) for n in Result.__slots__}) + "\n" for r in results)
+
+    def has(self, length: int, context: str, setting: str, side: str) -> bool:
+        return any((r.length, r.context, r.setting, r.side) == (length, context, setting, side) for r in self.all)
+
+
+def run_ours(
+    cache: EvictionCache, context: Context, instruction: Sequence[int], settings: Sequence[str]
+) -> Iterator[tuple[str, list[tuple[Variant, list[float]]]]]:
+    """Values of each variant for each probe, by setting."""
+    base = cache.prefill(context.tokens, instruction)
+    for setting in settings:
+        if setting == "unseen":
+            variants = cache.variants(base)
+            values = [ask(cache, variants, probe.task, probe.prompt, probe.answer) for probe in context.probes]
+            yield setting, [(v, [row[i] for row in values]) for i, v in enumerate(variants)]
+            cache.release([v.sequence for v in variants])
+            continue
+        found: list[list[float]] = []
+        for probe in context.probes:
+            asked = cache.asked(base, probe.prompt)
+            variants = cache.variants(asked)
+            found.append(ask(cache, variants, probe.task, probe.prompt[-1:], probe.answer))
+            cache.release([asked.sequence, *(v.sequence for v in variants)])
+        yield setting, [(v, [row[i] for row in found]) for i, v in enumerate(variants)]
+    cache.release([base.sequence])
+
+
+def ask(
+    cache: EvictionCache, variants: Sequence[Variant], task: str, prompt: Sequence[int], answer: Sequence[int]
+) -> list[float]:
+    """The score of each variant."""
+    sequences = [variant.sequence for variant in variants]
+    if task == "text":
+        return [math.exp(-loss) for loss in cache.losses(sequences, prompt, answer)]
+    return [share_right(answer, given) for given in cache.answers(sequences, prompt, answer)]
+
+
+def settings_of(context: Context, wanted: Sequence[str]) -> list[str]:
+    """Text that goes on asks no question that could have been seen."""
+    return [s for s in wanted if s == "unseen" or context.probes[0].task != "text"]
+
+
+def ours(options: argparse.Namespace, folder: Path, made: dict[int, list[Context]], results: Results) -> dict[str, Any]:
+    """Run the engine's side; what it cost."""
+    loaded = models.load(folder, "bench", getattr(torch, options.dtype), torch.device("cpu"))
+    kernels = None if options.no_kernels else CpuKernels(cpu_build.library(default_cache_dir() / "kernels"))
+    instruction = loaded.tokenizer(INSTRUCTION, add_special_tokens=False).input_ids
+    settings = Settings(
+        policies=tuple(options.policies), keeps=tuple(options.keeps), floor=options.floor, kv_type=options.kv_type
+    )
+    costs: dict[str, Any] = {}
+    for length, some in made.items():
+        cache = EvictionCache(loaded, settings, length + 400, kernels)
+        for context in some:
+            wanted = [
+                s for s in settings_of(context, options.settings) if not results.has(length, context.name, s, "ullage")
+            ]
+            if not wanted:
+                continue
+            with torch.inference_mode():
+                for setting, found in run_ours(cache, context, instruction, wanted):
+                    results.add(
+                        [
+                            Result(
+                                length,
+                                context.name,
+                                setting,
+                                "ullage",
+                                v.policy,
+                                v.keep,
+                                scores(context, values),
+                                v.blocks,
+                                v.freed,
+                            )
+                            for v, values in found
+                        ]
+                    )
+                    print(f"  {length} {context.name} {setting}: {line_of(context, found)}", flush=True)
+        if cache.costs.scored:
+            costs[str(length)] = cost_of(cache, len(some))
+    return costs
+
+
+def line_of(context: Context, found: Sequence[tuple[Variant, list[float]]]) -> str:
+    """Progress: the mean score of every policy at the budget nearest to the headline's."""
+    keeps = sorted({v.keep for v, _ in found if v.policy}, key=lambda keep: abs(keep - HEADLINE))
+    parts = []
+    for variant, values in found:
+        if variant.policy is None or (keeps and variant.keep == keeps[0]):
+            mean = sum(scores(context, values).values()) / len(scores(context, values))
+            parts.append(f"{variant.policy or 'full'} {mean:.2f}")
+    return ", ".join(parts)
+
+
+def cost_of(cache: EvictionCache, count: int) -> dict[str, Any]:
+    """Milliseconds of one scoring by policy, and what the re-reading costs beside a prefill."""
+    costs = cache.costs
+    return {
+        "score_ms": {name: round(1e3 * s / costs.scored, 1) for name, s in costs.score_s.items()},
+        "prefill_ms": round(1e3 * costs.prefill_s / max(1, count), 1),
+        "reread_prefill_ratio": round(costs.reread_s / costs.prefill_s, 2),
+        "reread_tokens_ratio": round(costs.reread_tokens / costs.prefill_tokens, 3),
+    }
+
+
+def kvpress(options: argparse.Namespace, folder: Path, made: dict[int, list[Context]], results: Results) -> None:
+    """Run kvpress in its own process, context by context."""
+    python = options.kvpress_python or os.environ.get("KVPRESS_PYTHON")
+    if not python:
+        return
+    for length, some in made.items():
+        missing = [
+            c
+            for c in some
+            if any(not results.has(length, c.name, s, "kvpress") for s in settings_of(c, options.settings))
+        ]
+        if not missing:
+            continue
+        with tempfile.TemporaryDirectory() as temporary:
+            job = Path(temporary) / "job.json"
+            write(
+                missing, job, model=str(folder), dtype=options.dtype, threads=options.threads,
+                settings=options.settings, keeps=options.keeps,
+            )  # fmt: skip
+            with subprocess.Popen(
+                [python, str(HERE / "run_kvpress.py"), str(job)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            ) as process:
+                pending: dict[tuple[str, str], list[Result]] = defaultdict(list)
+                for line in process.stdout or ():
+                    name, setting, method, keep, found = json.loads(line)
+                    pending[name, setting].append(Result(length, name, setting, "kvpress", method, keep, found))
+                    if len(pending[name, setting]) == 1 + 5 * len(options.keeps):
+                        results.add(pending.pop((name, setting)))
+                        print(f"  {length} {name} {setting}: kvpress", flush=True)
+        if process.returncode:
+            sys.exit(f"error: kvpress ended with status {process.returncode}; run {HERE / 'run_kvpress.py'} by hand")
+
+
+def retention(results: Sequence[Result]) -> dict[tuple[str, str, str, float], dict[str, list[float]]]:
+    """Score over the full cache's, by (side, setting, method, budget) and task, one for each context that it can do."""
+    whole = {(r.side, r.length, r.context, r.setting): r.scores for r in results if r.method is None}
+    found: dict[tuple[str, str, str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for r in results:
+        if r.method is None:
+            continue
+        full = whole[r.side, r.length, r.context, r.setting]
+        for task, score in r.scores.items():
+            if task == "text" or full[task] >= CAN:
+                found[r.side, r.setting, r.method, r.keep][task].append(score / full[task])
+    return found
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def overall(tasks: dict[str, list[float]]) -> float:
+    """Mean over all answers; text is told apart, as its ratio is one of perplexities."""
+    return mean([value for task, values in tasks.items() if task != "text" for value in values])
+
+
+def table(results: Sequence[Result], keeps: Sequence[float], setting: str) -> Iterator[str]:
+    found = retention(results)
+    rows = list(dict.fromkeys((side, method) for side, s, method, _ in found if s == setting))
+    tasks = list(dict.fromkeys(t for key, by_task in found.items() if key[1] == setting for t in by_task))
+    yield f"{setting:28}" + "".join(f"{f'keep {keep:.0%}':>10}" for keep in keeps) + "   at 20 %: " + ", ".join(tasks)
+    for side, method in rows:
+        line = [overall(found[side, setting, method, keep]) for keep in keeps]
+        at = found.get((side, setting, method, HEADLINE), {})
+        detail = "  ".join(f"{mean(at.get(task, [])):.2f}" for task in tasks)
+        yield f"{side + ' ' + method:28}" + "".join(f"{value:10.3f}" for value in line) + f"   {detail}"
+
+
+def picture(results: Sequence[Result], keeps: Sequence[float], settings: Sequence[str]) -> str:
+    found = retention(results)
+    charts = []
+    for setting in settings:
+        rows = list(dict.fromkeys((side, method) for side, s, method, _ in found if s == setting))
+        names = {row: f"{row[1]} (kvpress)" if row[0] == "kvpress" else row[1] for row in rows}
+        lines = {names[row]: [overall(found[row[0], setting, row[1], keep]) for keep in keeps] for row in rows}
+        dashed = frozenset(name for row, name in names.items() if row[0] == "kvpress")
+        title = "question asked after eviction" if setting == "unseen" else "question read before eviction"
+        charts.append(Chart(title, [f"{keep:.0%}" for keep in keeps], lines, dashed))
+    return svg("Share of the full cache's score that is left, by share of entries kept", charts)
+
+
+def headline(results: Sequence[Result], keeps: Sequence[float], setting: str) -> dict[str, Any]:
+    """At the budget of 20 %, or the nearest there is."""
+    keep = min(keeps, key=lambda k: abs(k - HEADLINE))
+    found = retention(results)
+    by_side: dict[str, dict[str, float]] = {"ullage": {}, "kvpress": {}}
+    for (side, s, method, k), tasks in found.items():
+        if (s, k) == (setting, keep):
+            by_side[side][method] = round(overall(tasks), 4)
+    cut = [r for r in results if r.side == "ullage" and r.method is not None and (r.setting, r.keep) == (setting, keep)]
+    freed = sum(r.freed for r in cut) / max(1, sum(r.blocks for r in cut))
+    return {
+        "keep": keep,
+        "retention": by_side["ullage"],
+        "kvpress": by_side["kvpress"],
+        "bytes_freed_ratio": round(freed, 4),
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=MODEL, help="Hugging Face folder, .gguf file or package:// source")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048], help="tokens (also 4096, 8192)")
+    parser.add_argument("--count", type=int, default=10, help="contexts of each of three kinds, at each length")
+    parser.add_argument("--keeps", type=float, nargs="+", default=[0.5, 0.3, 0.2, 0.1])
+    parser.add_argument("--policies", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--settings", nargs="+", choices=("unseen", "seen"), default=["unseen", "seen"])
+    parser.add_argument("--floor", type=int, default=0, help="entries that each head keeps at least")
+    parser.add_argument("--kv-type", default="bf16", help="the engine's cache type (%(default)s: eviction alone)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="everyone's weights")
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="more texts to draw from, in turn")
+    parser.add_argument(
+        "--kvpress-python", metavar="PATH", help="Python of an environment with kvpress (or KVPRESS_PYTHON)"
+    )
+    parser.add_argument("--no-kernels", action="store_true", help="torch alone instead of the compiled kernels")
+    parser.add_argument("--partial", type=Path, help="file of JSON lines to keep results in and to go on from")
+    parser.add_argument("--plot", type=Path, help="SVG file to write")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quick", action="store_true", help="one context of each kind at 1,024 tokens")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print the tables, write the plot."""
+    options = parse(arguments)
+    if options.quick:
+        options.contexts, options.count = [1024], 1
+    torch.set_num_threads(options.threads)
+    models.quiet_progress()
+    folder = models.folder_for(models.resolve(options.model), default_cache_dir())
+    made = {length: make_contexts(folder, options, length) for length in options.contexts}
+    results, about = Results(options.partial), machine()
+    costs = ours(options, folder, made, results)
+    kvpress(options, folder, made, results)
+    done = [r for r in results.all if r.length in made]
+    for setting in options.settings:
+        print("\n".join(["", *table(done, options.keeps, setting)]), flush=True)
+    if options.plot:
+        options.plot.write_text(picture(done, options.keeps, options.settings))
+    report = {"machine": about, "contexts": options.contexts, "count": options.count, "costs": costs}
+    seen = {s: headline(done, options.keeps, s) for s in options.settings}
+    print(json.dumps(headline(done, options.keeps, options.settings[0]) | {"settings": seen} | report))
+    return 0
+
+
+def make_contexts(folder: Path, options: argparse.Namespace, length: int) -> list[Context]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    texts = [encode(text) for text in [real_text(), *(path.read_text() for path in options.text)]]
+    return contexts(encode, texts, length, options.count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

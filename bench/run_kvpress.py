@@ -1,0 +1,156 @@
+"""One contestant of `eviction_quality.py`: NVIDIA's kvpress, in an environment of its own.
+
+Usage: KVPRESS_PYTHON run_kvpress.py JOB. Prints a JSON line for each (context, setting, method, budget) as it goes.
+
+KVzip and AdaKV only pretend to drop what differs from head to head: they put fake keys over it, and no memory is freed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eviction_tasks import Context, read, scores, share_right
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+warnings.filterwarnings("ignore")
+
+
+def methods() -> dict[str, Callable[[float], Any]]:
+    """A press of each method, by the share that it drops."""
+    import kvpress
+
+    return {
+        "SnapKV": lambda drop: kvpress.SnapKVPress(drop),
+        "ExpectedAttention": lambda drop: kvpress.ExpectedAttentionPress(drop),
+        "StreamingLLM": lambda drop: kvpress.StreamingLLMPress(drop),
+        "AdaKV-Expected": lambda drop: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(drop)),
+        "KVzip": lambda drop: kvpress.KVzipPress(drop),
+    }
+
+
+class Peer:
+    """transformers with kvpress around its prefill."""
+
+    def __init__(self, folder: str, dtype: str, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self.model = AutoModelForCausalLM.from_pretrained(_untemplated(folder), dtype=getattr(torch, dtype)).eval()
+
+    def prefill(self, tokens: Sequence[int], press: Any | None) -> Any:
+        """The cache of a context, cut by the press."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        inputs = self._torch.tensor([list(tokens)])
+        for layer in self.model.model.layers:
+            layer.self_attn.masked_key_indices = None
+        if press is None:
+            self.model.model(input_ids=inputs, past_key_values=cache)
+        else:
+            with press(self.model):
+                self.model.model(input_ids=inputs, past_key_values=cache)
+        return cache
+
+    def answer(self, cache: Any, position: int, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """Greedy continuation, with the right answer as a draft, as our own side does it."""
+        given: list[int] = []
+        tokens, ahead, before = list(prompt), len(answer), self._lengths(cache)
+        while len(given) < len(answer):
+            draft = answer[len(given) : -1][:ahead]
+            try:
+                chosen = self._logits(cache, position, [*tokens, *draft], 1 + len(draft)).argmax(-1).tolist()
+            except ValueError:  # no fake key was found that hides from so many queries at once
+                if ahead == 0:
+                    raise
+                self._crop(cache, before)
+                ahead = 0
+                continue
+            right = next((n for n, (a, b) in enumerate(zip(draft, chosen, strict=False)) if a != b), len(draft))
+            given += chosen[: right + 1]
+            position += len(tokens) + right
+            before = [length + len(tokens) + right for length in before]
+            self._crop(cache, before)
+            tokens, ahead = [given[-1]], (2 * max(1, ahead) if right == len(draft) else 1)
+        return given[: len(answer)]
+
+    def loss(self, cache: Any, position: int, prompt: Sequence[int], text: Sequence[int]) -> float:
+        """Mean negative log likelihood of a text, in nats."""
+        chances = self._logits(cache, position, [*prompt, *text[:-1]], len(text)).log_softmax(-1)
+        return -float(chances.gather(1, self._torch.tensor(text).unsqueeze(1)).mean())
+
+    def _logits(self, cache: Any, position: int, tokens: Sequence[int], keep: int) -> Any:
+        inputs = self._torch.tensor([list(tokens)])
+        positions = self._torch.arange(position, position + len(tokens))[None]
+        out = self.model(input_ids=inputs, position_ids=positions, past_key_values=cache, logits_to_keep=keep)
+        return out.logits[0].float()
+
+    def reset(self, cache: Any, lengths: Sequence[int]) -> None:
+        self._crop(cache, lengths)
+
+    @staticmethod
+    def _lengths(cache: Any) -> list[int]:
+        return [layer.keys.shape[2] for layer in cache.layers]
+
+    @staticmethod
+    def _crop(cache: Any, lengths: Sequence[int]) -> None:
+        for layer, length in zip(cache.layers, lengths, strict=True):
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+
+    def scores(self, context: Context, setting: str, press: Any | None) -> dict[str, float]:
+        """Of each task; `seen`: the question but its last token is part of what is read before the cut."""
+        values = []
+        cache = self.prefill(context.tokens, press) if setting == "unseen" else None
+        for probe in context.probes:
+            read_before = [] if setting == "unseen" else probe.prompt[:-1]
+            tokens = [*context.tokens, *read_before]
+            state = cache if cache is not None else self.prefill(tokens, press)
+            lengths, rest = self._lengths(state), probe.prompt[len(read_before) :]
+            if probe.task == "text":
+                values.append(1 / 2.718281828459045 ** self.loss(state, len(tokens), rest, probe.answer))
+            else:
+                values.append(share_right(probe.answer, self.answer(state, len(tokens), rest, probe.answer)))
+            self.reset(state, lengths)
+        return scores(context, values)
+
+
+def _untemplated(folder: str) -> str:
+    """The model's folder without its chat template: contexts are plain text, and KVzip would skip a template's head."""
+    target = Path(tempfile.mkdtemp(prefix="kvpress-model-"))
+    for file in Path(folder).iterdir():
+        if file.name == "tokenizer_config.json":
+            config = json.loads(file.read_text())
+            config.pop("chat_template", None)
+            (target / file.name).write_text(json.dumps(config))
+        elif file.name != "chat_template.jinja":
+            (target / file.name).symlink_to(file)
+    return str(target)
+
+
+def main() -> None:
+    contexts, job = read(Path(sys.argv[1]))
+    peer = Peer(job["model"], job["dtype"], job["threads"])
+    with peer._torch.inference_mode():
+        for context in contexts:
+            for setting in job["settings"]:
+                if setting == "seen" and context.probes[0].task == "text":
+                    continue
+                whole = peer.scores(context, setting, None)
+                print(json.dumps([context.name, setting, None, 1.0, whole]), flush=True)
+                for name, press in methods().items():
+                    for keep in job["keeps"]:
+                        found = peer.scores(context, setting, press(1.0 - keep))
+                        print(json.dumps([context.name, setting, name, keep, found]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
