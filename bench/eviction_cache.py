@@ -21,7 +21,7 @@ from ullage_engine.evictor import Evictor
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
 from ullage_engine.policies import Queries, make, select
-from ullage_engine.policies.mass import Keys, Rule, attention
+from ullage_engine.policies.mass import Keys, Rule, weight
 from ullage_engine.policies.reread import Rereading, readings
 from ullage_engine.policies.view import TensorView
 from ullage_engine.pool import BlockPool
@@ -266,7 +266,7 @@ class EvictionCache:
         return select(scores, rows.candidates, entries, self.settings.floor)
 
     def _reread(self, sequence: LiveSequence, tokens: Sequence[int], instruction: Sequence[int]) -> torch.Tensor:
-        """Greatest attention of a second pass to each row of the table, [L, H, rows]."""
+        """What a second pass gave each row of the table, [L, H, rows]."""
         began = time.perf_counter()
         rows, length = len(sequence.table) * SIZE, sequence.computed
         found = Rereading(self._layout.layers, self._layout.kv_heads, rows)
@@ -277,8 +277,10 @@ class EvictionCache:
 
             def watch(layer: int, vectors: torch.Tensor, at: torch.Tensor = at) -> None:
                 queries = Queries(vectors[at[0] - length :], at)
-                keys = self._keys(sequence, layer, length + vectors.shape[0])
-                found.take(layer, attention(queries, keys, None, "max", self._rule)[:, :rows])
+                keys, values = self._read(sequence, layer, length + vectors.shape[0])
+                there = torch.arange(keys.shape[1]).expand(keys.shape[:2])
+                known = Keys(keys, there, there < length + vectors.shape[0])
+                found.take(layer, weight(queries, known, values, self._rule)[:, :rows])
 
             self._make_room(sequence, len(reading.tokens))
             self._watched(sequence, len(reading.tokens), watch)
@@ -286,11 +288,6 @@ class EvictionCache:
             self._roll_back(sequence, held, length)
         self.costs.reread_s += time.perf_counter() - began
         return found.scores
-
-    def _keys(self, sequence: LiveSequence, layer: int, rows: int) -> Keys:
-        keys, _ = self._read(sequence, layer, rows)
-        positions = torch.arange(keys.shape[1]).expand(keys.shape[:2])
-        return Keys(keys, positions, positions < rows)
 
     def _read(self, sequence: LiveSequence, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = torch.tensor([sequence.table[: self._layout.blocks_for(rows)]])

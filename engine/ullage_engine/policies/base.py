@@ -77,7 +77,7 @@ class SequenceView(Protocol):
         ...
 
     def reread(self, layer: int) -> torch.Tensor:
-        """[H, R]: greatest attention that a re-reading paid to each row (`reread.Rereading`)."""
+        """[H, R]: greatest weight that a re-reading gave each row (`reread.Rereading`)."""
         ...
 
     def frequencies(self, layer: int) -> torch.Tensor | None:
