@@ -76,7 +76,8 @@ def weight(queries: Queries, keys: Keys, values: torch.Tensor, rule: Rule) -> to
 
     p / |o| with o = sum of p v over all keys: times |v| it is the most that a key alone made of any output. Where
     values cancel, little attention moves much. Averaged over the query heads of a KV head. `kernels.key_scores` gives
-    the same in mode `max` with lse + log |o| for its log-sum-exp. KVzip+ in kvpress divides by the norm of the hidden state instead.
+    the same in mode `max` with lse + log |o| for its log-sum-exp. KVzip+ in kvpress divides by the norm of the hidden
+    state instead.
 
     Args:
         keys: all that the queries saw.
