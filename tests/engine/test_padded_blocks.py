@@ -6,6 +6,8 @@ store for an array of cells; the pool is filled above 90 %, since errors add up 
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import kernel_cases as cases
@@ -17,6 +19,12 @@ from ullage_engine.layout import CacheLayout
 from ullage_engine.store import BlockStore
 
 BLOCKS = 24
+
+
+def available() -> int:
+    """Bytes that can be had without swapping."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(found[1]) * 1024 if found else 0
 
 
 @pytest.fixture(params=["torch", "native", "triton"])
@@ -67,6 +75,27 @@ def test_padding_changes_nothing(backend: dict[str, Any], kind: str, padding: in
     assert_equal(tight, padded, "read_cells", 1, heads, torch.float32)
     assert torch.equal(attended(tight, table), attended(padded, table))
     assert torch.equal(attended_cells(tight, heads), attended_cells(padded, heads))
+
+
+@pytest.mark.skipif(available() < 8 << 30, reason="less than 8 GiB of memory are available")
+def test_offsets_beyond_what_32_bits_hold() -> None:
+    """Three blocks over 3 GiB."""
+    layout = CacheLayout(2, 2, 16, 8, "fp8")
+    near = BlockStore(layout, 3, cases.DEVICE, kernels="triton")
+    far = BlockStore(layout, 3, cases.DEVICE, kernels="triton", block_stride=(1 << 30) + 16)
+    rows = torch.randn(2, 4, 2, 16, generator=torch.Generator().manual_seed(0)).to(cases.DEVICE)
+    place = torch.tensor([1, 3], device=cases.DEVICE)
+    for store in (near, far):
+        store.write(1, torch.tensor([23, 8, 16, 1], device=cases.DEVICE), *rows)
+        cells = store.cell_offsets(torch.tensor([2 * 4 + 2, 1 * 4 + 2], device=cases.DEVICE))
+        store.gather_cells(1, cells, place * 0, cells.flip(0), place)
+    size = layout.block_bytes
+    assert torch.equal(near.data, far.data[:, :size])
+    table = torch.tensor([[2, 0, 1]], device=cases.DEVICE)
+    assert_equal(near, far, "read", 1, table, torch.float32)
+    one, two = (torch.tensor([block], device=cases.DEVICE) for block in (1, 2))
+    far.operations.copy_blocks(far.data[:, :size], far.data[:, :size], two, one)
+    assert torch.equal(far.data[1, :size], near.data[2])
 
 
 def assert_equal(tight: BlockStore, padded: BlockStore, operation: str, *arguments: Any) -> None:
