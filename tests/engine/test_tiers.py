@@ -103,6 +103,33 @@ def test_a_failed_or_late_load_is_computed_instead(trouble: Script) -> None:
     assert tiered.engine.pool.in_flight == 0
 
 
+@pytest.mark.parametrize("then", ["preempt", "abort"])
+def test_a_load_that_failed_between_two_steps_is_forgotten_with_its_sequence(then: str) -> None:
+    tiered = make_tiered()
+    tiered.ask(PROMPT)
+    push_out(tiered)
+    tiered.transfers.script = Script(progress=0.0, failure=1.0)
+    tiered.submit("short", [3] * 5, 1)
+    tiered.finish()
+    outputs = tiered.submit("again", [*PROMPT, 0], 3)
+    tiered.engine.step()
+    [sequence] = tiered.engine.scheduler.running
+    assert {copy.kind for copy in tiered.transfers.running} == {"store", "load"}
+    tiered.transfers.script = Script(progress=1.0)
+    tiered.engine.evict(ratio=None, bytes_=1, dry_run=False, tiers=("host",))  # waits for the store
+    assert tiered.residency.failed == [sequence]
+    if then == "preempt":
+        tiered.engine.scheduler.preempt(sequence)
+        assert sequence.image is None, "blocks that never got their content were kept"
+    else:
+        tiered.engine.abort("again")
+    tiered.finish()
+    tiered.settle()
+    assert [output.token for output in outputs] == (expected([*PROMPT, 0], 3) if then == "preempt" else [])
+    assert tiered.engine.pool.active == 0
+    tiered.engine.check_integrity()
+
+
 def test_corrupted_bytes_are_never_served() -> None:
     tiered = make_tiered(blocks=20, script=Script(progress=1.0, corruption=1.0))
     tiered.ask(PROMPT)

@@ -155,6 +155,8 @@ class TieredResidency:
             if sequence in loading.waiters:
                 loading.waiters.remove(sequence)
         sequence.loading = 0
+        if sequence in self.failed:  # whoever it goes to now, `advance` has nothing to hand over
+            self.failed.remove(sequence)
 
     def coming(self) -> int:
         now = self._clock()
@@ -164,6 +166,8 @@ class TieredResidency:
     # -- the scheduler's side: preempted sequences ---------------------------------------------------------------
 
     def preempted(self, sequence: Sequence) -> Image | None:
+        if sequence in self.failed:
+            return None  # its blocks never got what they were to hold
         if sequence.loading:
             return sequence.image  # nothing was computed since it came back: what lies below is still all
         image, fresh = images.of(sequence, self._pool, self.manager.known)
