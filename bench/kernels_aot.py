@@ -20,7 +20,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -40,6 +40,8 @@ KV_HEADS = 8
 LAYERS = 2
 USUAL: tuple[int, int, KvType, int] = (128, 4, "fp8", 16)
 """Head size, query heads a KV head, cache type and tokens a block of the models most served."""
+PROGRESS = 100
+"""Builds after which it is said how far it is: all of them take hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,16 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def told(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
+    """The outcomes; on standard error each failure as it comes, and how far it is."""
+    for count, outcome in enumerate(outcomes, 1):
+        if outcome.error:
+            sys.stderr.write(f"{outcome.kernel} for {outcome.target}, serving {outcome.serving}: {outcome.error}\n")
+        if count % PROGRESS == 0:
+            sys.stderr.write(f"{count} of {total} builds\n")
+        yield outcome
+
+
 def summary(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {
         "kernels": len({o.function for o in outcomes}),
@@ -219,10 +231,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # what was compiled before would say nothing of its registers
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as processes:
-            outcomes = list(processes.map(run, todo))
-    for outcome in outcomes:
-        if outcome.error:
-            sys.stderr.write(f"{outcome.kernel} for {outcome.target}, serving {outcome.serving}: {outcome.error}\n")
+            outcomes = list(told(processes.map(run, todo), len(todo)))
     sys.stdout.write(f"{table(outcomes)}\n{json.dumps(summary(outcomes))}\n")
     return 1 if any(outcome.error for outcome in outcomes) else 0
 

@@ -67,10 +67,13 @@ def test_what_does_not_fit_is_a_failure() -> None:
     assert aot.misfit(gfx942, 0, 65_537) == "65537 bytes of shared memory, of 65536"
 
 
-def test_a_kernel_that_does_not_compile_is_named_and_counted() -> None:
+def test_a_kernel_that_does_not_compile_is_named_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     fine = aot.Outcome("kv_write", "m.write", "sm_80", aot.USUAL, 49, 0, 128, 1.0)
     wrong = aot.Outcome("kv_write", "m.write", "sm_90", aot.USUAL, error="CompilationError: at 3:4")
     assert aot.summary([fine, wrong]) == {"kernels": 1, "targets": 2, "builds": 2, "spills": 0, "failures": 1}
+    assert list(aot.told([fine, wrong], 2)) == [fine, wrong]
+    expected = "kv_write for sm_90, serving (128, 4, 'fp8', 16): CompilationError: at 3:4\n"
+    assert capsys.readouterr().err == expected
     assert aot.table([wrong, fine]).splitlines()[2:] == [
         "| kv_write | sm_80 | 1 | 49 | 0.1 | 0 | 1.0 | 0 |",
         "| kv_write | sm_90 | 1 | 0 | 0.0 | 0 | 0.0 | 1 |",
