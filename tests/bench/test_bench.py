@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from measure import machine, percentile, summary
 from throughput import parse, verdict
+from tiers import Run, Turn, merged, overlap, total
 from workload import Job, mixed_lengths, plain_mix, shared_prefix_mix
 
 
@@ -70,3 +71,17 @@ def test_the_machine_is_described_without_its_name() -> None:
     assert socket.gethostname() not in str(machine())
     assert machine()["cores"] >= 1
     assert parse([]).requests == 32
+
+
+def test_overlap_counts_no_time_twice() -> None:
+    assert merged([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
+    assert total([(0, 2), (3, 4)]) == 3
+    assert overlap([(0, 2), (1, 2), (3, 4)], [(1, 3.5)]) == pytest.approx(1.5 / 3)
+    assert overlap([(0, 1)], [(1, 2)]) == 0
+    assert overlap([], [(0, 1)]) == 0
+
+
+def test_returning_turns_are_those_after_the_first() -> None:
+    run = Run([Turn(0, 0, 5.0, [1]), Turn(1, 1, 1.0, [4]), Turn(1, 0, 5.0, [3]), Turn(0, 1, 2.0, [2])])
+    assert sorted(run.returning()) == [1.0, 2.0]
+    assert run.answers() == [[1], [2], [3], [4]]
