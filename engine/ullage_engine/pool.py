@@ -67,7 +67,8 @@ class BlockPool:
         """Keeps the content of blocks that are given up."""
         self._state = bytearray([FREE] * total)
         self._refs = [0] * total
-        self._pins = [0] * total
+        self._pins: Counter[int] = Counter()
+        """Stores that read a block; only blocks that one reads."""
         self._filled = [0] * total
         self._generation = [0] * total
         self._entry: list[PrefixEntry | None] = [None] * total
@@ -102,7 +103,7 @@ class BlockPool:
         return self.free + self.cached
 
     def usage(self) -> Usage:
-        pinned = sum(pins > 0 and refs > 0 for pins, refs in zip(self._pins, self._refs, strict=True))
+        pinned = sum(self._refs[block] > 0 for block in self._pins)
         return Usage(
             self.total, self.free, self.active, self.cached, self.in_flight, pinned, slots_filled=self._active_filled
         )
@@ -112,7 +113,7 @@ class BlockPool:
 
     def pinned(self, block: int) -> bool:
         """Whether a store reads the block."""
-        return self._pins[block] > 0
+        return block in self._pins
 
     def entry(self, block: int) -> PrefixEntry | None:
         """What the block is published as."""
@@ -268,9 +269,11 @@ class BlockPool:
     def unpin(self, block: int) -> None:
         """The store has ended, or no longer counts."""
         self._pins[block] -= 1
-        if self._pins[block] == 0 and self._state[block] == STORING:
-            self._in_flight -= 1
-            self._rest(block)
+        if self._pins[block] == 0:
+            del self._pins[block]
+            if self._state[block] == STORING:
+                self._in_flight -= 1
+                self._rest(block)
 
     def receive(self, contents: Sequence[PrefixEntry | None]) -> list[int]:
         """Blocks that copies from a lower tier will fill, each with one reference; None: content of a sequence's own.
@@ -304,7 +307,7 @@ class BlockPool:
     def _rest(self, block: int) -> int:
         """Nobody refers to the block any more. Returns 1 if that frees it, else 0."""
         entry = self._entry[block]
-        if self._pins[block]:
+        if block in self._pins:
             self._state[block] = STORING
             self._in_flight += 1
         elif entry is None:
@@ -359,7 +362,7 @@ class BlockPool:
             require((state == CACHED) == (block in self._cached), f"block {block} is {chr(state)}, LRU disagrees")
             require(0 <= self._filled[block] <= self.block_tokens, f"block {block} overfilled")
             filled += self._filled[block] if state == ACTIVE else 0
-            self._check_moves(block, state)
+            require(state != STORING or block in self._pins, f"block {block} is storing, but no store reads it")
             self._check_entry(block, state)
         require(filled == self._active_filled, f"{filled} active slots filled, {self._active_filled} on the books")
         require(len(set(self._free)) == len(self._free), "a block is free twice")
@@ -367,15 +370,14 @@ class BlockPool:
         require(self._state.count(FREE) == len(self._free), "a free block is missing from the free list")
         moving = self._state.count(STORING) + self._state.count(LOADING)
         require(moving == self._in_flight, f"{moving} blocks move, {self._in_flight} on the books")
+        for block, pins in self._pins.items():
+            state = self._state[block]
+            require(
+                pins > 0 and state in (STORING, ACTIVE), f"block {block} is {chr(state)} while {pins} stores read it"
+            )
         for entry in self.index:
             if entry.block is not None:
                 require(self._entry[entry.block] is entry, f"the index offers block {entry.block}, not published")
-
-    def _check_moves(self, block: int, state: int) -> None:
-        pins = self._pins[block]
-        require(pins >= 0, f"block {block} has {pins} pins")
-        require(state != STORING or pins > 0, f"block {block} is storing, but no store reads it")
-        require(pins == 0 or state in (STORING, ACTIVE), f"block {block} is {chr(state)} while a store reads it")
 
     def _check_entry(self, block: int, state: int) -> None:
         entry = self._entry[block]

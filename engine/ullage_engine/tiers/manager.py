@@ -19,7 +19,9 @@ from ullage_engine.tiers.transfer import Copy, Done, Fault, Kind
 
 Tier = Literal["host", "disk"]
 LEAST_AHEAD = 8
-"""Host slots, at least, whose content is copied to disk before they are needed; an eighth of them all else."""
+"""Host slots, at least, whose content is copied to disk before they are needed; else an eighth of them all."""
+MOST_AHEAD = 512
+"""At most: they are gone through in each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,7 @@ class TierManager:
 
     def spill(self, now: float) -> list[Job]:
         """Begin to copy to disk what would leave a nearly full host tier next."""
-        ahead = max(LEAST_AHEAD, self.host.total // 8)
+        ahead = min(max(LEAST_AHEAD, self.host.total // 8), MOST_AHEAD)
         room = self.bounds.spills - self.under_way("spill")
         if self.disk is None or self._paused("disk", now) or self.host.free >= ahead or room <= 0:
             return []

@@ -241,9 +241,6 @@ class TieredResidency:
     def advance(self) -> list[Sequence]:
         """Take in what copies have ended, begin others; sequences whose loads failed, which must be queued again."""
         self._take_in()
-        for block in self._hopeless:
-            self._failed(block, at_once=True)
-        self._hopeless.clear()
         self._store_wanted()
         self._submit(self.manager.spill(self._clock()))
         failed, self.failed = self.failed, []
@@ -297,12 +294,16 @@ class TieredResidency:
     # -- results -------------------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
+        # first, while certainly no copy was begun for them
+        for block in self._hopeless:
+            self._failed(block, at_once=True)
+        self._hopeless.clear()
         now = self._clock()
         results = [self.manager.settle(done, now) for done in self._transfers.finished()]
-        for result in [*results, *self.manager.expire(now)]:
+        results += self.manager.expire(now)
+        _warn([result for result in results if result.fault is not None])
+        for result in results:
             kind, block = result.job.copy.kind, result.job.copy.block
-            if result.fault is not None:
-                log.warning("%s of a KV block failed (%s): %s", kind, result.fault, result.message)
             if kind == "store" and (result.fault == "late") == result.job.abandoned:
                 self._pool.unpin(block)
             elif kind == "load":
@@ -412,6 +413,14 @@ class TieredResidency:
                 all(block in waiter.table + waiter.incoming for waiter in loading.waiters),
                 f"block {block} has idle waiters",
             )
+
+
+def _warn(failures: list[Result]) -> None:
+    """One line for each kind of failure, however many blocks it took."""
+    kinds = {(result.job.copy.kind, result.fault): result.message for result in reversed(failures)}
+    for (kind, fault), message in kinds.items():
+        count = sum((result.job.copy.kind, result.fault) == (kind, fault) for result in failures)
+        log.warning("%s of %d KV blocks failed (%s): %s", kind, count, fault, message)
 
 
 def _entry(content: Content) -> PrefixEntry | None:
