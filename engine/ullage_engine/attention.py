@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ullage_engine.cell_attention import tables_of
+from ullage_engine.device import tensor_on
 from ullage_engine.kernels.tables import BlockTables, CellTables, Chunks
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
@@ -91,7 +92,7 @@ def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device, *, 
     together = [[query] for query in single] if apart else _by_eviction(single)
     parts = [_part(store, _tables(store, queries, device), queries) for queries in together]
     parts.extend(_part(store, _chunks(store, queries, device), queries) for queries in _by_eviction(several))
-    return Batch(store, torch.tensor(slots, device=device), tuple(parts))
+    return Batch(store, tensor_on(device, slots), tuple(parts))
 
 
 def _is_short(chunk: Chunk) -> bool:
@@ -122,11 +123,11 @@ def _part(store: BlockStore, tables: BlockTables | Chunks, queries: list[Query])
 def _tables(store: BlockStore, queries: list[Query], device: torch.device) -> BlockTables:
     width = max(store.layout.blocks_for(query.kept + query.count) for query in queries)
     return BlockTables(
-        at=torch.tensor([query.at for query in queries], device=device),
-        tables=torch.tensor([_padded(query.sequence.table, width) for query in queries], device=device),
-        starts=torch.tensor([_padded(query.sequence.starts, width) for query in queries], device=device),
-        rows=torch.tensor([query.kept + 1 for query in queries], device=device),
-        positions=torch.tensor([query.position for query in queries], device=device),
+        at=tensor_on(device, [query.at for query in queries]),
+        tables=tensor_on(device, [_padded(query.sequence.table, width) for query in queries]),
+        starts=tensor_on(device, [_padded(query.sequence.starts, width) for query in queries]),
+        rows=tensor_on(device, [query.kept + 1 for query in queries]),
+        positions=tensor_on(device, [query.position for query in queries]),
     )
 
 
@@ -134,9 +135,9 @@ def _chunks(store: BlockStore, queries: list[Query], device: torch.device) -> Ch
     tokens = [query.at + i for query in queries for i in range(query.count)]
     return Chunks(
         _tables(store, queries, device),
-        counts=torch.tensor([query.count for query in queries], device=device),
+        counts=tensor_on(device, [query.count for query in queries]),
         longest=max(query.count for query in queries),
-        tokens=torch.tensor(tokens, device=device),
+        tokens=tensor_on(device, tokens),
     )
 
 

@@ -115,6 +115,8 @@ class DecodeGraphs:
         self._tokens = torch.zeros(most, dtype=torch.int64, device=where)
         self._logits = torch.zeros((most, model.config.vocab_size), device=where)
         self._recorded: dict[Bucket, Work] = {}
+        self._last: Flight | None = None
+        self._records = True
 
     def prepare(self) -> None:
         """Record every bucket, the largest first, so that the smaller ones find room in its memory."""
@@ -138,14 +140,21 @@ class DecodeGraphs:
             ahead_of: the step launched last, not booked yet, with a chunk of each of these sequences: the tokens it
                 chooses are the ones computed here.
             logits: whether `Flight.logits` will be asked for.
+
+        Raises:
+            ValueError: `ahead_of` is not the step launched last.
         """
+        if ahead_of is not None and ahead_of is not self._last:
+            raise ValueError("tokens of an earlier step are gone: only the one launched last can be followed")
         bucket = self._bucket(chunks)
+        self._last = None
         self._send(chunks, bucket.rows, ahead_of)
         self._device.launch(self._recorded.get(bucket) or self._record(bucket))
         tokens = self._device.host_memory(bucket.rows)
         self._device.copy(tokens, self._tokens[: bucket.rows])
         scores = self._logits_home(len(chunks)) if logits else None
-        return Flight(chunks, self._device.mark(), tokens, scores)
+        self._last = Flight(chunks, self._device.mark(), tokens, scores)
+        return self._last
 
     def _bucket(self, chunks: list[Chunk]) -> Bucket:
         longest = max(len(chunk.sequence.table) for chunk in chunks)
@@ -167,17 +176,20 @@ class DecodeGraphs:
             self._device.copy(self._numbers, host)
 
     def _record(self, bucket: Bucket) -> Work:
-        """The bucket's step as the device repeats it best; where it can't be recorded, as it is."""
+        """The bucket's step as the device repeats it best; as it is, once one could not be recorded."""
 
         def work() -> None:
             self._compute(bucket)
 
-        try:
-            self._recorded[bucket] = self._device.record(work)
-        except RuntimeError as error:
-            log.warning("decode steps of %d sequences run without a graph, which is slower: %s", bucket.rows, error)
-            self._recorded[bucket] = work
-        return self._recorded[bucket]
+        recorded = work
+        if self._records:
+            try:
+                recorded = self._device.record(work)
+            except RuntimeError as error:
+                log.warning("decode steps run without a graph, which is slower: %s", error)
+                self._records = False
+        self._recorded[bucket] = recorded
+        return recorded
 
     @torch.inference_mode()
     def _compute(self, bucket: Bucket) -> None:
@@ -187,8 +199,8 @@ class DecodeGraphs:
         tokens = torch.where(sources < 0, ids, self._tokens[sources.clamp(min=0)]).clamp(min=0)
         tables = BlockTables(
             at=self._at[:size],
-            tables=self._tables.tables[:size, : bucket.blocks],
-            starts=self._tables.starts[:size, : bucket.blocks],
+            tables=self._tables.tables[:size, : bucket.blocks].contiguous(),
+            starts=self._tables.starts[:size, : bucket.blocks].contiguous(),
             rows=rows,
             positions=positions,
         )

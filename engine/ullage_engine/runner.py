@@ -89,7 +89,7 @@ class ModelRunner:
         """Zero the rows of single tokens."""
         layout = self.store.layout
         zeros = torch.zeros((len(slots), layout.kv_heads, layout.head_size), device=self._device)
-        where = torch.tensor(slots, device=self._device)
+        where = tensor_on(self._device, slots)
         for layer in range(layout.layers):
             self.store.write(layer, where, zeros, zeros)
 

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from ullage_engine import cuda
+from ullage_engine.device import tensor_on
 from ullage_engine.kernels import dispatch
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.kernels.view import LayerView, Section
@@ -102,7 +103,7 @@ class BlockStore:
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks: codes and scales of all layers and heads. Sources are read before targets are written."""
         device = self.data.device
-        moves = [torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in (sources, targets)]
+        moves = [tensor_on(device, blocks) for blocks in (sources, targets)]
         if set(sources) & set(targets):  # a block that was copied, released and taken for another copy, in one step
             self.data[moves[1]] = self.data[moves[0]]
         else:

@@ -214,6 +214,15 @@ class RefusingDevice(CpuDevice):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
+def test_a_device_that_cannot_record_is_asked_once(cpu_kernels: CpuKernels, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = tiny("llama")
+    graphs = DecodeGraphs(model, make_store(model, cpu_kernels), RefusingDevice(), limit=8, context=2000)
+    graphs.prepare()
+    assert [record.message for record in caplog.records] == [
+        "decode steps run without a graph, which is slower: operation not permitted when stream is capturing"
+    ]
+
+
 @pytest.mark.parametrize("make", [CpuDevice, FakeDevice, RefusingDevice])
 @pytest.mark.parametrize("variant", ["llama", "mistral, sliding window"])
 def test_answers_are_those_of_packed_steps(cpu_kernels: CpuKernels, variant: str, make: type[CpuDevice]) -> None:
@@ -265,6 +274,17 @@ def test_drawn_answers_are_those_of_packed_steps(cpu_kernels: CpuKernels) -> Non
     device, store = FakeDevice(), make_store(model, cpu_kernels, "fp32")
     graphs = DecodeGraphs(model, store, device, limit=8, context=128)
     assert answers(engine_around(LateRunner(model, store, device, graphs))) == wanted
+
+
+def test_only_the_step_launched_last_can_be_followed(cpu_kernels: CpuKernels) -> None:
+    model, _ = tiny("llama")
+    store = make_store(model, cpu_kernels)
+    graphs = DecodeGraphs(model, store, CpuDevice(), limit=8, context=64)
+    chunks = prefilled(model, store, [5, 6])
+    first = graphs.launch(chunks)
+    graphs.launch(chunks[:1], logits=True)
+    with pytest.raises(ValueError, match="only the one launched last"):
+        graphs.launch(chunks, first)
 
 
 class RecordingDevice(CpuDevice):
