@@ -106,6 +106,7 @@ def _assembled(config: EngineConfig, machine: Device) -> tuple[EngineLoop, Any]:
     dtype = _dtype(config.dtype, device)
     draft = find_draft(config, folder)
     layout = _check_size(config, folder, dtype, machine, draft)
+    require_served(config, kernels, layout)
     loaded = models.load(folder, config.served_name or models.served_name(config.model), dtype, device)
     centre = centring.key_means(loaded.model) if config.kv_centring else None
     _prepare(config, loaded.model, dtype, device, kernels)
@@ -166,6 +167,17 @@ def _compiled(config: EngineConfig) -> Choice:
             "torch alone computes attention, so decoding takes about twice as long as with compiled kernels: %s", error
         )
         return "torch"
+
+
+def require_served(config: EngineConfig, kernels: Choice, layout: CacheLayout) -> None:
+    """Refuse a cache that the compiled kernels were insisted on for, and that they leave to torch.
+
+    Raises:
+        KernelError: it is such a one.
+    """
+    if config.kernels == "native" and isinstance(kernels, CpuKernels) and not kernels.serves(layout):
+        sizes = f"head size {layout.head_size} and scale groups of {layout.group_size}"
+        raise KernelError(f"--kernels: native has none for {sizes}; leave the option out for torch's")
 
 
 def speed_up(model: Any, dtype: torch.dtype, kernels: CpuKernels | None) -> None:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_engine.attention import Batch, make_batch, paged_attention
+from ullage_engine.build import require_served
+from ullage_engine.config import EngineConfig
 from ullage_engine.errors import KernelError
 from ullage_engine.kernels import cpu_build
 from ullage_engine.kernels.attend import attend
@@ -339,6 +341,14 @@ def test_the_small_operations_equal_transformers(cpu_kernels: CpuKernels, dtype:
     cpu_kernels.rotate(packed[:, :5], cosine, sine)
     assert close(packed, expected)
     assert torch.equal(packed[:, 5:], expected[:, 5:])
+
+
+def test_compiled_kernels_that_are_insisted_on_serve_or_the_start_fails(cpu_kernels: CpuKernels) -> None:
+    odd = CacheLayout(1, 1, 24, 16, "fp8", 24)
+    with pytest.raises(KernelError, match="--kernels: native has none for head size 24 and scale groups of 24"):
+        require_served(EngineConfig(model="m", kernels="native"), cpu_kernels, odd)
+    require_served(EngineConfig(model="m"), cpu_kernels, odd)
+    require_served(EngineConfig(model="m", kernels="native"), cpu_kernels, CacheLayout(1, 1, 32))
 
 
 def test_sizes_that_are_no_whole_vectors_are_left_to_torch(cpu_kernels: CpuKernels) -> None:
