@@ -15,9 +15,11 @@ import torch
 from ullage_engine.cell_attention import tables_of
 from ullage_engine.device import tensor_on
 from ullage_engine.kernels.tables import BlockTables, CellTables, Chunks
+from ullage_engine.policies import mass
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
 from ullage_engine.store import BlockStore
+from ullage_engine.watch import Watch
 
 NAME = "ullage_paged"
 SHORT_CHUNK = 16
@@ -40,6 +42,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Watched:
+    """Queries that somebody wants to see."""
+
+    tokens: slice
+    """Their places in the packed tokens."""
+    first: int
+    """Position of the first."""
+    watch: Watch
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What the attention function must know of one step."""
 
@@ -47,6 +60,7 @@ class Batch:
     slots: torch.Tensor
     """[T] where each packed token's key and value go."""
     parts: tuple[Part, ...]
+    watched: tuple[Watched, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +94,12 @@ def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device, *, 
     slots: list[int] = []
     single: list[Query] = []
     several: list[Query] = []
+    watched: list[Watched] = []
     for chunk in chunks:
         at, sequence = len(slots), chunk.sequence
         slots.extend(sequence.slots(chunk.width))
+        if sequence.reads is not None:
+            watched.append(Watched(slice(at, at + chunk.width), sequence.computed, sequence.reads))
         if row_by_row or chunk.width == 1 or (store.kernels is not None and _is_short(chunk)):
             single.extend(Query(at + i, sequence, i) for i in range(chunk.width))
         else:
@@ -92,7 +109,7 @@ def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device, *, 
     together = [[query] for query in single] if apart else _by_eviction(single)
     parts = [_part(store, _tables(store, queries, device), queries) for queries in together]
     parts.extend(_part(store, _chunks(store, queries, device), queries) for queries in _by_eviction(several))
-    return Batch(store, tensor_on(device, slots), tuple(parts))
+    return Batch(store, tensor_on(device, slots), tuple(parts), tuple(watched))
 
 
 def _is_short(chunk: Chunk) -> bool:
@@ -206,6 +223,9 @@ def attend_packed(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for part in batch.parts:
         _attend_part(layer, query, part, store, out, rule)
+    for watched in batch.watched:
+        seen = mass.Rule(scaling=rule.scaling, window=rule.window, softcap=rule.softcap)
+        watched.watch.see(layer, query[watched.tokens], watched.first, seen)
     return out
 
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ullage_engine import centring, models, sizing
+from ullage_engine import centring, models, policies, sizing
+from ullage_engine.budgets import Retention, workspace_bytes
 from ullage_engine.cells import CellPool
 from ullage_engine.config import EngineConfig, default_cache_dir
 from ullage_engine.decode_graphs import DecodeGraphs
@@ -44,6 +45,8 @@ from ullage_engine.tiers.packing import CellPacking
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+REPEAT = "\n\nRepeat the previous context exactly.\n\n"
+"""What a re-reading asks the model for."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -214,7 +217,8 @@ def _allocate(
         kernels=kernels,
         invariant=invariant,
         context=context if records else None,
-    ) + layout.workspace_bytes(max(context, paged_decode.GROUP_TOKENS))
+    )
+    activations += layout.workspace_bytes(max(context, paged_decode.GROUP_TOKENS)) + workspace_bytes(layout, context)
     blocks = sizing.block_count(
         layout,
         kv_memory=config.kv_memory,
@@ -237,6 +241,22 @@ def _allocate(
         graphs = DecodeGraphs(loaded.model, store, machine, limit=config.max_sequences, context=context)
         graphs.prepare()
     return ModelRunner(loaded.model, store, device, graphs, invariant=invariant)
+
+
+def retention(config: EngineConfig, loaded: models.LoadedModel) -> Retention:
+    """What sequences keep, and the policies that requests may choose from."""
+    model, head_size = loaded.config, models.shape_of(loaded.config).head_size
+    per_channel = getattr(model, "query_pre_attn_scalar", None) or head_size
+    scaling = getattr(model, "attention_multiplier", None) or per_channel**-0.5
+    rotary = next((m for m in loaded.model.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor)), None)
+    return Retention(
+        budget=config.kv_budget,
+        policy=config.eviction_policy,
+        interval=config.evict_interval,
+        policies={name: policies.make(name, scaling=scaling) for name in policies.NAMES},
+        instruction=tuple(loaded.tokenizer.encode(REPEAT, add_special_tokens=False)),
+        inverse_frequencies=None if rotary is None else rotary.inv_freq.float(),
+    )
 
 
 def assemble(
@@ -282,6 +302,7 @@ def assemble(
         scheduler=scheduler,
         protection=Protection(first_tokens=config.protected_tokens, recent_tokens=config.recent_tokens),
         tiers=tiers,
+        retention=retention(config, loaded),
         speculator=make_speculator(config, runner, draft, vocabulary=loaded.config.vocab_size),
     )
     limits = LoopLimits(

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ullage_engine.errors import ConfigError
+from ullage_engine.request import KvBudget
 
 KvType = Literal["fp8", "int8", "bf16", "fp32"]
 BlockSize = Literal[8, 16, 32]
 Dtype = Literal["auto", "float32", "bfloat16"]
-EvictionPolicy = Literal["recency"]
+EvictionPolicy = Literal["reconstruct", "window", "expected", "entropy", "streaming", "recency"]
 KernelChoice = Literal["auto", "native", "torch", "triton"]
 Numerics = Literal["fast", "invariant"]
 Speculation = Literal["off", "ngram", "draft"]
@@ -122,7 +123,12 @@ class EngineConfig:
     """A source as `model`, of the same vocabulary; for `speculation` draft, and needed for it."""
     speculation_tokens: int = 8
     """Most tokens drafted for a sequence in one step."""
-    eviction_policy: EvictionPolicy = "recency"
+    kv_budget: KvBudget | None = None
+    """What a sequence may keep in the cache where its request does not say; None: everything."""
+    eviction_policy: EvictionPolicy = "reconstruct"
+    """Chooses what stays of a sequence with a budget, where its request does not say."""
+    evict_interval: int = 256
+    """Tokens by which a decoding sequence may outgrow its budget before it is cut again."""
     protected_tokens: int = 256
     """First tokens of each sequence that eviction never touches."""
     recent_tokens: int = 256
@@ -181,6 +187,7 @@ class EngineConfig:
             "--max-batch-tokens": self.max_batch_tokens,
             "--max-sequences": self.max_sequences,
             "--threads": self.threads,
+            "--evict-interval": self.evict_interval,
             "--speculation-tokens": self.speculation_tokens,
         }
         for flag, value in above_zero.items():

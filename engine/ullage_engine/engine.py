@@ -17,11 +17,11 @@ from typing import Literal, Protocol
 import torch
 
 from ullage_engine.ahead import RunAhead
+from ullage_engine.budgets import Retention, Store
 from ullage_engine.decode_graphs import Flight
 from ullage_engine.eviction import Protection
-from ullage_engine.evictor import CellStore, RowsLost
 from ullage_engine.pool import BlockPool
-from ullage_engine.reclaim import Reclaimer, Retention
+from ullage_engine.reclaim import Reclaimer
 from ullage_engine.request import AdmissionLimit, Destination, FinishReason, GenerationRequest, Sink, TokenOutput
 from ullage_engine.sampler import Row, Sampled, rows_of
 from ullage_engine.scheduler import Chunk, Scheduler
@@ -58,7 +58,7 @@ class RequestTally:
     generated_tokens: int = 0
 
 
-class Runner(CellStore, Protocol):
+class Runner(Store, Protocol):
     """The model as the engine sees it: `runner.ModelRunner`, or `fake_runner.FakeRunner` in tests."""
 
     @property
@@ -238,13 +238,8 @@ class Engine:
                 self._advance(child, judge(row, None, None, child.request.sampling, child.generator))
 
     def _keep_budgets(self) -> None:
-        """Cut running sequences to their budgets where that is due."""
-        for sequence in tuple(self.scheduler.running):
-            try:
-                self.reclaimer.settle(sequence)
-            except RowsLost as error:
-                log.exception("request %s lost its keys and values", sequence.request_id)
-                self._fail(sequence, str(error))
+        for sequence in self.reclaimer.budgets.keep():
+            self._fail(sequence, "an eviction failed in the middle of this request's keys and values")
 
     def _watch(self, chunks: list[Chunk]) -> None:
         """End the head of the queue when nothing at all has moved for `STALL_PASSES` passes."""
@@ -340,6 +335,10 @@ class Engine:
         return sequence.request_id in self._live
 
     def _fail(self, sequence: Sequence, error: str) -> None:
+        if sequence.reads is not None:
+            log.error("a reader failed; its sequence is not cut")
+            self.scheduler.finish(sequence)
+            return
         own = [block for block in sequence.table if self.pool.references(block) == 1]
         for block in own:
             self.pool.withdraw(block)
@@ -398,7 +397,7 @@ class Engine:
         self.pool.check_integrity([*tables, cells.blocks])
         if self._tiers is not None:
             self._tiers.check_integrity(live)
-        cells.check_integrity(sequence.cells.held for sequence in live if sequence.cells is not None)
+        cells.check_integrity(s.cells.held for s in live if s.cells is not None and s.reads is None)
         if self._speculator is not None:
             self._speculator.check_integrity()
 
@@ -430,10 +429,11 @@ class Engine:
             largest_allocation=self.pool.available,
             slots_allocated=slots_allocated,
             slots_filled=slots_filled,
-            running=len(scheduler.running),
+            running=sum(sequence.reads is None for sequence in scheduler.running),
             waiting=len(scheduler.waiting) + self.parked,
             outstanding_blocks=self._outstanding_blocks(),
             counters=self._counters(),
+            dropped_tokens=self.reclaimer.dropped_tokens(),
             allocator_reserved_bytes=reserved,
             allocator_allocated_bytes=allocated,
             host=self._tier("host"),
@@ -457,7 +457,7 @@ class Engine:
         return own + self.scheduler.coming_copies()
 
     def _counters(self) -> Counters:
-        mine, queue, freed = self.tally, self.scheduler.tally, self.reclaimer.tally
+        mine, queue, freed = self.tally, self.scheduler.tally, self.reclaimer.totals()
         drafts = SpeculationTally() if self._speculator is None else self._speculator.tally
         return Counters(
             admitted=mine.admitted,

@@ -157,7 +157,11 @@ def _free_of_copies(sequence: Sequence, pool: BlockPool, protection: Protection)
 
 def _thinned(cells: CellPool, sequences: list[Sequence], goal: int) -> list[Thinned]:
     """The fewest columns of cells, a sequence at a time in turn, without which `goal` split blocks are spare."""
-    holders = [(sequence, sequence.cells.cells) for sequence in sequences if sequence.cells is not None]
+    holders = [
+        (sequence, sequence.cells.cells)
+        for sequence in sequences
+        if sequence.cells is not None and sequence.reads is None
+    ]
     used, taken = cells.used_by_class(), [0] * len(holders)
     while cells.spare_blocks(used) < goal:
         for at, (_, table) in enumerate(holders):

@@ -82,6 +82,10 @@ class Evictor:
         self._protection = protection
         self._live = live
 
+    def may_cut(self, sequence: Sequence) -> bool:
+        """Whether a sequence has rows that may go."""
+        return sequence.cells is not None or bool(cold_indices(sequence, self._pool, self._protection))
+
     def cut(self, sequence: Sequence, keep: Keep) -> Evicted:
         """Drop what `keep` does not choose of a sequence's unprotected rows; nothing where no block would be freed."""
         cold = cold_indices(sequence, self._pool, self._protection)

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from ullage_engine.api.core import BlockMap
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
 from ullage_engine.request import AdmissionLimit, Destination, GenerationRequest, Sink, TokenOutput
-from ullage_engine.snapshot import BlockCounts, CellCounts, Counters, EngineSnapshot, EvictionReport, TierState
+from ullage_engine.snapshot import (
+    BlockCounts,
+    CellCounts,
+    CompactionReport,
+    Counters,
+    EngineSnapshot,
+    EvictionReport,
+    Fragmentation,
+    TierState,
+)
 from ullage_engine.steps import StepListener, StepStats
 
 STEP_S = 0.0005
@@ -62,6 +71,8 @@ class FakePool:
 
     total: int = 256
     cached: int = 0
+    sparse: int = 0
+    """Active blocks that compaction would free: split ones of two cells each, of which nobody holds one."""
     block_tokens: int = 16
     block_bytes: int = 1024
 
@@ -84,10 +95,11 @@ class FakeCore:
     busy: bool = False
     """Leave requests that were not begun in the queue."""
     hung: bool = False
-    """Answer no eviction."""
+    """Answer no eviction and no compaction."""
     submitted: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     evictions: list[tuple[float | None, int | None, bool]] = field(default_factory=list)
+    compactions: list[float] = field(default_factory=list)
     limit: AdmissionLimit | None = None
     draining: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -170,7 +182,7 @@ class FakeCore:
 
     def _snapshot(self) -> EngineSnapshot:
         pool, limit = self.pool, self.limit
-        active = min(sum(live.blocks for live in self._live.values()), pool.total - pool.cached)
+        active = min(sum(live.blocks for live in self._live.values()) + pool.sparse, pool.total - pool.cached)
         free = pool.total - pool.cached - active
         return EngineSnapshot(
             instance="fake",
@@ -180,7 +192,7 @@ class FakeCore:
             block_tokens=pool.block_tokens,
             block_bytes=pool.block_bytes,
             blocks=BlockCounts(total=pool.total, free=free, active=active, cached=pool.cached, in_flight=0, pinned=0),
-            cells=CellCounts(),
+            cells=CellCounts(split_blocks=pool.sparse, total=2 * pool.sparse, used=pool.sparse),
             largest_free_run=free,
             largest_allocation=free + pool.cached,
             slots_allocated=active * pool.block_tokens,
@@ -189,6 +201,7 @@ class FakeCore:
             waiting=sum(live.queued for live in self._live.values()),
             outstanding_blocks=0,
             counters=Counters(admitted=len(self.submitted), finished=self._finished, aborted=len(self.aborted)),
+            dropped_tokens={},
             allocator_reserved_bytes=0,
             allocator_allocated_bytes=0,
             host=self.host,
@@ -224,6 +237,7 @@ class FakeCore:
         dry_run: bool,
         timeout_s: float,
         tiers: tuple[Destination, ...] = ("drop",),
+        target_usage: float | None = None,
     ) -> EvictionReport:
         """See `EngineCore`: cached blocks are freed, never active ones."""
         with self._changed:
@@ -232,6 +246,8 @@ class FakeCore:
             pool, blocks = self.pool, self._snapshot().blocks
             occupied = blocks.active + blocks.cached
             wanted = -(-bytes_ // pool.block_bytes) if bytes_ is not None else round((ratio or 0) * occupied)
+            if target_usage is not None:
+                wanted = max(0, occupied - int(target_usage * pool.total))
             freed = min(wanted, pool.cached)
             demoted = freed if "host" in tiers else 0
             self.evictions.append((ratio, bytes_, dry_run))
@@ -251,6 +267,34 @@ class FakeCore:
                 duration_ms=0.1,
                 dry_run=dry_run,
             )
+
+    def compact(self, *, budget_ms: float, timeout_s: float) -> CompactionReport:
+        """See `EngineCore`: takes 1 ms a block."""
+        with self._changed:
+            if self.hung:
+                raise LoopUnavailable(f"the step loop did not answer within {timeout_s:g} s")
+            before = self._fragmentation()
+            freed = min(self.pool.sparse, int(budget_ms))
+            self.pool.sparse -= freed
+            self.compactions.append(budget_ms)
+            return CompactionReport(
+                cells_moved=freed,
+                blocks_freed=freed,
+                bytes_freed=freed * self.pool.block_bytes,
+                remaining_blocks=self.pool.sparse,
+                before=before,
+                after=self._fragmentation(),
+                duration_ms=float(freed),
+            )
+
+    def _fragmentation(self) -> Fragmentation:
+        split = self.pool.sparse
+        return Fragmentation(
+            internal=0.0,
+            external=0.5 if split else 0.0,
+            split_blocks=split,
+            largest_free_run=self._snapshot().largest_free_run,
+        )
 
     def set_admission(self, limit: AdmissionLimit | None) -> None:
         """See `EngineCore`. The limit does not expire by itself here."""

@@ -22,7 +22,7 @@ from ullage_engine.engine import Engine
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
 from ullage_engine.request import AdmissionLimit, Destination, GenerationRequest, Sink, TokenOutput
 from ullage_engine.scheduler import Chunk
-from ullage_engine.snapshot import EngineSnapshot, EvictionReport
+from ullage_engine.snapshot import CompactionReport, EngineSnapshot, EvictionReport
 from ullage_engine.steps import StepListener, StepStats
 
 log = logging.getLogger(__name__)
@@ -234,11 +234,18 @@ class EngineLoop:
         bytes_: int | None,
         dry_run: bool,
         timeout_s: float,
+        target_usage: float | None = None,
         tiers: tuple[Destination, ...] = ("drop",),
     ) -> EvictionReport:
         return self._call(
-            lambda: self._engine.evict(ratio=ratio, bytes_=bytes_, dry_run=dry_run, tiers=tiers), timeout_s=timeout_s
+            lambda: self._engine.evict(
+                ratio=ratio, bytes_=bytes_, target_usage=target_usage, dry_run=dry_run, tiers=tiers
+            ),
+            timeout_s=timeout_s,
         )
+
+    def compact(self, *, budget_ms: float, timeout_s: float) -> CompactionReport:
+        return self._call(lambda: self._engine.compact(budget_ms), timeout_s=timeout_s)
 
     def set_admission(self, limit: AdmissionLimit | None) -> None:
         with self._changed:

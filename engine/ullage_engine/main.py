@@ -33,6 +33,7 @@ from ullage_engine.config import (
     parse_size,
 )
 from ullage_engine.errors import ConfigError
+from ullage_engine.request import KvBudget
 from ullage_engine.server import Sockets, Stop, bind, require_loopback, serve
 
 Builder = Callable[[EngineConfig], LoadedEngine]
@@ -114,10 +115,19 @@ def _add_cache_options(group: argparse._ArgumentGroup) -> None:
         ("--max-queue", defaults.max_queue, "requests waiting at once"),
         ("--protected-tokens", defaults.protected_tokens, "first tokens never evicted"),
         ("--recent-tokens", defaults.recent_tokens, "last tokens never evicted"),
+        ("--evict-interval", defaults.evict_interval, "tokens beyond a budget that decoding may reach"),
         ("--speculation-tokens", defaults.speculation_tokens, "tokens drafted at most for a sequence in a step"),
     ):
         group.add_argument(flag, type=_whole, default=default, metavar="N", help=f"{text} (%(default)s)")
-    group.add_argument("--eviction-policy", choices=EVICTION_POLICIES, default=defaults.eviction_policy)
+    group.add_argument(
+        "--kv-budget", type=_budget, metavar="N|P%", help="tokens a sequence may keep, or a share of its own (all)"
+    )
+    group.add_argument(
+        "--eviction-policy",
+        choices=EVICTION_POLICIES,
+        default=defaults.eviction_policy,
+        help="chooses what a sequence with a budget keeps (%(default)s)",
+    )
     group.add_argument(
         "--speculation",
         choices=SPECULATIONS,
@@ -170,6 +180,20 @@ def _size(text: str | None, flag: str) -> int | None:
     return None if text is None else parse_size(text, name=flag)
 
 
+def _budget(text: str) -> KvBudget:
+    """`2048` tokens, or `30%` of each sequence's own."""
+    percent = text.strip().endswith("%")
+    try:
+        number = float(text.strip().removesuffix("%"))
+        if not percent and number <= 1:
+            raise ValueError("write a share as a percentage")
+        return KvBudget.of(number / 100 if percent else number)
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no budget; write a whole number of tokens from 2 on, or a percentage such as 30%"
+        ) from error
+
+
 def _seconds(text: str) -> float:
     try:
         return float(text)
@@ -202,7 +226,9 @@ def _engine_config(parsed: argparse.Namespace) -> EngineConfig:
         speculation=parsed.speculation,
         draft_model=parsed.draft_model,
         speculation_tokens=parsed.speculation_tokens,
+        kv_budget=parsed.kv_budget,
         eviction_policy=parsed.eviction_policy,
+        evict_interval=parsed.evict_interval,
         protected_tokens=parsed.protected_tokens,
         recent_tokens=parsed.recent_tokens,
         prefix_reuse=not parsed.no_prefix_reuse,

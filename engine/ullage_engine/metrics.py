@@ -73,6 +73,7 @@ TIER_COUNTERS = {
 
 PLAIN = (
     _Plain("kv_pinned_blocks", "Active blocks that a copy to a lower tier reads.", lambda s: s.blocks.pinned),
+    _Plain("kv_split_blocks", "Active blocks split into cells for what eviction kept.", lambda s: s.cells.split_blocks),
     _Plain("kv_block_bytes", "Bytes of one block, all layers and scales.", lambda s: s.block_bytes),
     _Plain("kv_block_tokens", "Token slots of one block.", lambda s: s.block_tokens),
     _Plain("kv_largest_free_run_blocks", "Longest run of adjacent free blocks.", lambda s: s.largest_free_run),
@@ -117,6 +118,19 @@ LABELLED = (
         "Token slots of active blocks.",
         "state",
         lambda s: [("allocated", s.slots_allocated), ("filled", s.slots_filled)],
+    ),
+    _Labelled(
+        "kv_cells",
+        "Cells of split blocks; compaction makes whole blocks of free ones.",
+        "state",
+        lambda s: [("used", s.cells.used), ("free", s.cells.total - s.cells.used)],
+    ),
+    _Labelled(
+        "evicted_tokens_by_policy",
+        "Tokens that budgets dropped, by eviction policy.",
+        "policy",
+        lambda s: list(s.dropped_tokens.items()),
+        CounterMetricFamily,
     ),
     _Labelled("kv_tier_bytes", "Size of a lower tier.", "tier", lambda s: _tiers(s, "total_bytes")),
     _Labelled("kv_tier_used_bytes", "Bytes used in a lower tier.", "tier", lambda s: _tiers(s, "used_bytes")),

@@ -7,43 +7,20 @@ keeps the totals and says what was really freed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
-
+from ullage_engine.budgets import BudgetKeeper, Retention, Store
 from ullage_engine.eviction import EvictionPlan, Freed, Protection, plan_demotion, plan_eviction, share_of
-from ullage_engine.evictor import CellStore, Evictor
+from ullage_engine.evictor import Evictor
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixEntry
-from ullage_engine.request import Destination, KvBudget
-from ullage_engine.retention import Rows, top_entries
+from ullage_engine.request import Destination
 from ullage_engine.scheduler import Scheduler
-from ullage_engine.sequence import Sequence
 from ullage_engine.snapshot import CellCounts, CompactionReport, EvictionReport, Fragmentation
 from ullage_engine.tiers.residency import TieredResidency
 
 log = logging.getLogger(__name__)
-
-Scores = Callable[[Sequence, Rows], torch.Tensor]
-"""How much each row of a sequence matters, [L, H, R] float32; the highest stay."""
-
-
-def recency(_: Sequence, rows: Rows) -> torch.Tensor:
-    """The later, the better."""
-    return rows.positions.float()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """What sequences keep where their request does not say otherwise."""
-
-    budget: KvBudget | None = None
-    """None: everything."""
-    policy: str = "recency"
-    interval: int = 256
-    """Tokens by which a decoding sequence may outgrow its budget before it is cut again."""
-    policies: Mapping[str, Scores] = field(default_factory=lambda: {"recency": recency})
 
 
 @dataclass(slots=True)
@@ -63,7 +40,7 @@ class Reclaimer:
         *,
         pool: BlockPool,
         scheduler: Scheduler,
-        store: CellStore,
+        store: Store,
         protection: Protection,
         retention: Retention,
         block_bytes: int,
@@ -74,7 +51,6 @@ class Reclaimer:
         self._tiers = tiers
         self._scheduler = scheduler
         self._protection = protection
-        self._retention = retention
         self._block_bytes = block_bytes
         self._clock = clock
         self._cells = scheduler.cells
@@ -84,32 +60,8 @@ class Reclaimer:
                 f"the scheduler's blocks have {scheduler.cells.cells_per_block} cells, the store's {layers} x {heads}"
             )
         self._evictor = Evictor(pool, scheduler.cells, store, protection, lambda: scheduler.running)
+        self.budgets = BudgetKeeper(scheduler, self._evictor, store, retention)
         self.tally = ReclaimTally()
-
-    # -- budgets -------------------------------------------------------------------------------------------------
-
-    def settle(self, sequence: Sequence) -> None:
-        """Cut a sequence to its budget where that is due: once it is computed, then every `interval` tokens beyond."""
-        budget = sequence.request.kv_budget or self._retention.budget
-        if budget is None or not sequence.decoding or sequence.loading:
-            return
-        limit, kept, before = budget.limit(sequence.computed), sequence.kept_tokens, sequence.settled_at
-        if before is not None and kept < max(limit, before) + self._retention.interval:
-            return
-        if kept > limit:
-            self._cut(sequence, limit)
-        sequence.settled_at = sequence.kept_tokens
-
-    def _cut(self, sequence: Sequence, limit: float) -> None:
-        scores = self._retention.policies[sequence.request.kv_policy or self._retention.policy]
-
-        def keep(rows: Rows) -> torch.Tensor:
-            entries = int(limit * self._cells.cells_per_block) - rows.protected
-            return top_entries(scores(sequence, rows), rows.candidates, entries)
-
-        evicted = self._evictor.cut(sequence, keep)
-        self.tally.evicted_blocks += evicted.blocks
-        self.tally.evicted_entries += evicted.entries
 
     # -- on demand -----------------------------------------------------------------------------------------------
 
@@ -218,11 +170,22 @@ class Reclaimer:
 
     # -- figures -------------------------------------------------------------------------------------------------
 
+    def totals(self) -> ReclaimTally:
+        """What was evicted on demand and by budgets."""
+        budgets = self.budgets.tally
+        return ReclaimTally(
+            self.tally.evicted_blocks + budgets.blocks, self.tally.evicted_entries + sum(budgets.entries.values())
+        )
+
+    def dropped_tokens(self) -> dict[str, int]:
+        """Tokens that budgets cost, by policy."""
+        return {name: count // self._cells.cells_per_block for name, count in self.budgets.tally.entries.items()}
+
     def slots(self) -> tuple[int, int]:
         """Token slots of held blocks and cells, and how many hold a token; cells count by layers times heads."""
         usage, cells, size = self._pool.usage(), self._cells.usage(), self._pool.block_tokens
         grid = self._cells.cells_per_block
-        entries = sum(s.cells.entries for s in self._scheduler.running if s.cells is not None)
+        entries = sum(s.cells.entries for s in self._scheduler.running if s.cells is not None and s.reads is None)
         allocated = (usage.active - cells.blocks) * size + cells.used * size // grid
         return allocated, min(allocated, usage.slots_filled + entries // grid)
 

@@ -51,7 +51,7 @@ class KvBudget:
         """
         if 0 < number <= 1:
             return KvBudget(share=float(number))
-        if number > 1 and float(number).is_integer():
+        if number > 1 and number == int(number):
             return KvBudget(tokens=int(number))
         raise ValueError("give a share above 0 and up to 1, or a whole number of tokens from 2 on")
 

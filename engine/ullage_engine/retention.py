@@ -38,10 +38,14 @@ class Rows:
         return int((self.exists & ~self.candidates).sum())
 
     @staticmethod
-    def of(sequence: Sequence, cold: list[int], layers: int, heads: int) -> Rows:
-        """Those of a sequence whose dense blocks `cold` (indices into its table) are candidates."""
-        size = sequence.block_tokens
-        used = -(-sequence.kept // size)
+    def of(sequence: Sequence, cold: list[int], layers: int, heads: int, *, coming: int = 0) -> Rows:
+        """Those of a sequence whose dense blocks `cold` (indices into its table) are candidates.
+
+        Args:
+            coming: rows that are stored after those that are booked.
+        """
+        size, kept = sequence.block_tokens, sequence.kept + coming
+        used = -(-kept // size)
         grid = torch.arange(layers * heads).view(layers, heads, 1)
         dense = torch.tensor(sequence.table[:used]) * (layers * heads) + grid
         row = torch.arange(used * size)
@@ -50,7 +54,7 @@ class Rows:
         is_cold = torch.zeros(used, dtype=torch.bool)
         is_cold[cold] = True
         shape = (layers, heads, used * size)
-        exists = (row < sequence.kept).expand(shape)
+        exists = (row < kept).expand(shape)
         candidates = is_cold.repeat_interleave(size).expand(shape)
         positions = positions.expand(shape)
         if sequence.cells is None:
@@ -91,13 +95,3 @@ class Cut:
         leaving[[rows.split + index for index in blocks]] = True
         survivors = Survivors.of(keep & leaving.repeat_interleave(block_tokens), rows.positions, block_tokens)
         return Cut(blocks, survivors, int(rows.candidates.sum() - keep.sum()))
-
-
-def top_entries(scores: torch.Tensor, candidates: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` candidates of the highest scores over all layers and heads, [L, H, R] bool; ties keep the later."""
-    keep = torch.zeros_like(candidates)
-    if count > 0:
-        ranked = scores.masked_fill(~candidates, float("-inf")).flatten().flip(0)
-        best = ranked.argsort(descending=True, stable=True)[: min(count, int(candidates.sum()))]
-        keep.view(-1)[keep.numel() - 1 - best] = True
-    return keep

@@ -103,6 +103,11 @@ class ModelRunner:
         """Copy rows of cells by id; see `evictor.CellStore`."""
         self.store.copy_rows(sources, source_rows, targets, target_rows)
 
+    def read_cells(self, layer: int, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of cells by id [H, S]; see `observation.KeyStore`."""
+        keys, values = self.store.read_cells(layer, cells.to(self._device)[None], torch.float32)
+        return keys[0], values[0]
+
     def scrub(self, blocks: list[int], cells: list[int]) -> None:
         """Zero blocks and cells whose content may hold NaN, before others get them."""
         if blocks:

@@ -26,6 +26,8 @@ from ullage_engine.tiers.base import NothingBelow, Residency, missing
 
 MAX_PASSED_OVER = 64
 """Admissions of others that a blocked request tolerates before nobody may pass it."""
+READER_TOKENS = 128
+"""Tokens of a reader in one step: scoring costs several times what computing does, and all wait for the step."""
 MAX_SCANNED = 32
 """Waiting requests looked at in one pass."""
 PREFETCHED = 4
@@ -57,7 +59,7 @@ class Chunk:
     @property
     def completes(self) -> bool:
         """Whether the chunk reaches the newest token, so that its logits choose the next one."""
-        return self.sequence.computed + self.count == len(self.sequence.tokens)
+        return self.sequence.reads is None and self.sequence.computed + self.count == len(self.sequence.tokens)
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ class Scheduler:
         budget = self._max_batch_tokens
         computing = [sequence for sequence in self.running if not sequence.loading]
         for sequence in sorted(computing, key=lambda s: (not s.decoding, s.arrival)):
-            count = min(budget, len(sequence.tokens) - sequence.computed)
+            count = min(budget, _wanted(sequence))
             if count and sequence in self.running and self._make_room(sequence, count):
                 chunks.append(Chunk(sequence, count))
                 budget -= count
@@ -184,9 +186,14 @@ class Scheduler:
         """Remove a sequence, whatever its state, and give its blocks back."""
         self._residency.left(sequence)
         self._residency.ended(sequence)
-        self.cells.release(sequence.take_cells())
+        self._release_cells(sequence)
         self._pool.release(sequence.take_blocks())
         (self.running if sequence in self.running else self.waiting).remove(sequence)
+
+    def _release_cells(self, sequence: Sequence) -> None:
+        cells = sequence.take_cells()
+        if sequence.reads is None:  # else they are its parent's
+            self.cells.release(cells)
 
     # -- room for the running ones -------------------------------------------------------------------------------
 
@@ -256,8 +263,16 @@ class Scheduler:
         _insert(self.running, child)
         return True
 
+    def read(self, reader: Sequence) -> None:
+        """Run a sequence that shares its table's blocks with another, and that nobody waits for (`budgets`)."""
+        self._pool.hold(reader.table)
+        _insert(self.running, reader)
+
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; its blocks are given up, and come back from a lower tier or are computed anew."""
+        """Back to the queue; its blocks come back from a lower tier or are computed anew. Readers simply end."""
+        if sequence.reads is not None:
+            self.finish(sequence)
+            return
         self.tally.preemptions += 1
         sequence.image = self._residency.preempted(sequence)
         self.requeue(sequence)
@@ -265,7 +280,7 @@ class Scheduler:
     def requeue(self, sequence: Sequence) -> None:
         """Back to the queue, since what it holds or waits for is of no use."""
         self._residency.left(sequence)
-        self.cells.release(sequence.take_cells())
+        self._release_cells(sequence)
         self._pool.release(sequence.reset())
         self.running.remove(sequence)
         _insert(self.waiting, sequence)
@@ -361,6 +376,12 @@ class Scheduler:
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.block_tokens)
+
+
+def _wanted(sequence: Sequence) -> int:
+    """Tokens to compute next, as far as a step allows."""
+    left = 0 if sequence.held else len(sequence.tokens) - sequence.computed
+    return left if sequence.reads is None else min(left, READER_TOKENS)
 
 
 def preemption_cost(sequence: Sequence, pool: BlockPool) -> float:

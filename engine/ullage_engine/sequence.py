@@ -25,6 +25,7 @@ from ullage_engine.cell_table import CellTable
 from ullage_engine.prefix import PrefixEntry
 from ullage_engine.request import GenerationRequest, Sink
 from ullage_engine.tiers.base import Image
+from ullage_engine.watch import Watch
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +48,10 @@ class Sequence:
     """Tokens whose dense rows are gone, whatever of them `cells` keeps."""
     cells: CellTable | None = None
     """What was kept of evicted blocks; None: nothing."""
+    reads: Watch | None = None
+    """Of a reader, which computes tokens for the sake of their queries: who sees them. Its cells are its parent's."""
+    held: bool = False
+    """Whether it waits for its reader."""
     settled_at: float | None = None
     """Tokens kept when its budget was last looked at; None: not since it was (re)computed."""
     cached_tokens: int = 0
@@ -158,7 +163,7 @@ class Sequence:
             self.recompute_until = max(self.recompute_until, self.computed)
         self.computed = self.dropped = self.published = 0
         self.chain, self.publishing = None, True
-        self.settled_at = None
+        self.settled_at, self.held = None, False
         return blocks
 
     def take_blocks(self) -> list[int]:

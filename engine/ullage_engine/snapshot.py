@@ -104,6 +104,8 @@ class EngineSnapshot:
     outstanding_blocks: int
     """Blocks that running and waiting requests may still ask for, by prompt left and `max_tokens`."""
     counters: Counters
+    dropped_tokens: dict[str, int]
+    """Tokens that each eviction policy dropped for the sake of budgets."""
     allocator_reserved_bytes: int
     allocator_allocated_bytes: int
     host: TierState | None

@@ -225,6 +225,26 @@ async def test_compact_is_offered_only_where_it_was_found(
         await adapter.close()
 
 
+async def test_compact_tells_what_it_freed_and_that_there_was_nothing(
+    serve_engine: Any, admin_engine: Any, clock: ManualClock
+) -> None:
+    engine = admin_engine()
+    engine.compact = True
+    await serve_engine(engine)
+    adapter = BUILTIN_ADAPTERS["ullage"](AdapterConfig(url=engine.url, clock=clock))
+    await adapter.read()
+    first = await adapter.act("compact", ActionRequest(budget_ms=5), "key-1")
+    assert (first.outcome, first.blocks_freed, first.bytes_freed) == ("Succeeded", 2, 2 * 195840)
+    assert first.message == "freed 2 blocks by moving 14 cells, 0 are left; unused cells 50%, now 0%"
+    again = await adapter.act("compact", ActionRequest(budget_ms=5), "key-2")
+    assert (again.outcome, again.blocks_freed) == ("Ineffective", 0)
+    assert [body for _, body, _ in engine.posts] == [{"budget_ms": 5}, {"budget_ms": 5}]
+    engine.answers["/admin/v1/kv/compact"] = (200, b'{"blocks_freed": 3}')
+    with pytest.raises(EngineProtocolError):
+        await adapter.act("compact", ActionRequest(budget_ms=5), "key-3")
+    await adapter.close()
+
+
 @pytest.mark.parametrize("status", [409, 422, 503])
 async def test_a_refused_action_names_the_engines_words(adapter: EngineAdapter, engine: Any, status: int) -> None:
     engine.answers["/admin/v1/kv/evict"] = (status, b'{"error": {"message": "no, because"}}')

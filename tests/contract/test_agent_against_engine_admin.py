@@ -162,9 +162,20 @@ async def test_drain_of_an_idle_engine(adapter: UllageAdapter) -> None:
     assert drained.after.draining is True
 
 
-async def test_compact_is_not_offered_by_this_engine(adapter: UllageAdapter) -> None:
+async def test_compact_is_offered_and_frees_once_a_key(adapter: UllageAdapter, core: FakeCore) -> None:
+    core.pool.sparse = 5
     await adapter.read()
-    assert adapter.capabilities() == ("evict", "throttle", "release", "drain")
+    assert adapter.capabilities() == ("evict", "throttle", "release", "drain", "compact")
+    first = await adapter.act("compact", ActionRequest(budget_ms=3), "key-1")
+    again = await adapter.act("compact", ActionRequest(budget_ms=3), "key-1")
+    assert (first.outcome, first.blocks_freed, first.message) == (again.outcome, again.blocks_freed, again.message)
+    assert (first.outcome, first.blocks_freed, core.compactions) == ("Succeeded", 3, [3])
+    assert first.before is not None
+    assert first.after is not None
+    assert (first.after.free_blocks or 0) - (first.before.free_blocks or 0) == 3
+    core.pool.sparse = 0
+    nothing = await adapter.act("compact", ActionRequest(budget_ms=3), "key-2")
+    assert (nothing.outcome, nothing.blocks_freed) == ("Ineffective", 0)
 
 
 async def test_readings_may_overlap(adapter: UllageAdapter) -> None:

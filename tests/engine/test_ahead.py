@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
-from test_engine_machine import BLOCKS, BUDGETS, CLASSES, GRID, RETENTION, SIZE, VOCABULARY, EngineMachine
+from test_engine_machine import BLOCKS, BUDGETS, CLASSES, GRID, NAMES, RETENTION, SIZE, VOCABULARY, EngineMachine
 from test_tier_machine import MOVES, Scene, episode
 
 from ullage_engine.fake_device import FakeDevice
@@ -65,7 +65,7 @@ def test_long_random_scenes_with_a_late_device(fake_engine: Callable[..., Any]) 
                 ahead += one.device.pending
             elif move == "submit":
                 prompt = [random.randint(0, 1) for _ in range(random.randint(1, 12))]
-                budget, policy = random.choice(BUDGETS), random.choice(["recency", "uneven"])
+                budget, policy = random.choice(BUDGETS), random.choice(NAMES)
                 one.submit(prompt, random.randint(1, 20), 0, budget, policy)
             elif move == "abort" and one.requests:
                 one.abort(random.randrange(1 << 30))

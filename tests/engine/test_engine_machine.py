@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -23,11 +24,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ullage_engine.budgets import Retention
 from ullage_engine.fake_runner import expected_tokens, mix
+from ullage_engine.policies import Needs, SequenceView
+from ullage_engine.policies.recency import Recency
 from ullage_engine.prefix import blake2b_128
-from ullage_engine.reclaim import Retention, recency
 from ullage_engine.request import GenerationRequest, KvBudget, SamplingParams, TokenOutput
-from ullage_engine.retention import Rows
 from ullage_engine.speculation.ngram import NgramProposer
 
 BLOCKS, SIZE, VOCABULARY = 12, 4, 3
@@ -41,14 +43,22 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 BUDGETS = (None, None, 4, 9, 17, 0.25, 0.6, 1)
 
 
-def uneven(sequence: Any, rows: Rows) -> torch.Tensor:
+@dataclass(frozen=True)
+class Uneven:
     """Scores that differ from head to head and prefer nothing sensible."""
-    layer, head = (torch.arange(count) for count in GRID)
-    odd = (layer[:, None, None] * 5 + head[None, :, None] * 3 + 1) * (rows.positions.float() + 7)
-    return (odd % 11) + head[None, :, None] * 2.0
+
+    name: str = "uneven"
+    needs: Needs = Needs.NOTHING
+
+    def score(self, view: SequenceView) -> torch.Tensor:
+        layer, head = (torch.arange(count) for count in GRID)
+        odd = (layer[:, None, None] * 5 + head[None, :, None] * 3 + 1) * (view.positions.float() + 7)
+        return (odd % 11) + head[None, :, None] * 2.0
 
 
-RETENTION = Retention(interval=5, policies={"recency": recency, "uneven": uneven})
+POLICIES = (Recency(), Uneven(), Uneven("asking", Needs.QUERIES), Uneven("rereading", Needs.REREADING))
+NAMES = [policy.name for policy in POLICIES]
+RETENTION = Retention(interval=5, policies={policy.name: policy for policy in POLICIES})
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -78,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
         count=st.integers(1, 20),
         forks=st.integers(0, 3),
         budget=st.sampled_from(BUDGETS),
-        policy=st.sampled_from(["recency", "uneven"]),
+        policy=st.sampled_from(NAMES),
     )
     def submit(self, prompt: list[int], count: int, forks: int, budget: float | None, policy: str) -> None:
         count = min(count, BLOCKS * SIZE - len(prompt))
@@ -143,7 +153,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def rows_are_the_sequences_own(self) -> None:
-        for sequence in self.engine.scheduler.running if hasattr(self, "engine") else ():
+        running = self.engine.scheduler.running if hasattr(self, "engine") else []
+        for sequence in (s for s in running if s.reads is None):
             values, value = [], 0
             for position, token in enumerate(sequence.tokens[: sequence.computed]):
                 value = mix(value, token, position)
@@ -221,7 +232,7 @@ def _episode(machine: type[EngineMachine], seed: int, operations: int) -> int:
             random.randint(1, 20),
             random.choice([0, 0, 0, 1, 3]),
             random.choice(BUDGETS),
-            random.choice(["recency", "uneven"]),
+            random.choice(NAMES),
         ),
         "abort": lambda: one.requests and one.abort(random.randrange(1 << 30)),
         "evict": lambda: one.evict(random.uniform(0.01, 1.0)),

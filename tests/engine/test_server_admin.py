@@ -20,6 +20,7 @@ from ullage_engine.snapshot import TierState
 
 Open = Callable[..., Any]
 EVICT, ADMISSION, DRAIN = "/admin/v1/kv/evict", "/admin/v1/admission", "/admin/v1/drain"
+COMPACT = "/admin/v1/kv/compact"
 
 
 @asynccontextmanager
@@ -91,6 +92,29 @@ async def test_evict_to_a_lower_tier(core: FakeCore) -> None:
     assert state["total_bytes"] == 1 << 20
 
 
+async def test_evict_down_to_a_share_of_all_blocks(core: FakeCore) -> None:
+    core.pool.cached = 40
+    async with admin(core) as http:
+        first = (await http.post(EVICT, json={"target_usage": 0.1})).json()
+        again = (await http.post(EVICT, json={"target_usage": 0.1})).json()
+        everything = (await http.post(EVICT, json={"target_usage": 0})).json()
+    assert [answer["blocks_freed"] for answer in (first, again, everything)] == [40 - 25, 0, 25]
+
+
+async def test_compact_frees_as_much_as_its_time_allows_and_says_so(core: FakeCore) -> None:
+    core.pool.sparse = 5
+    async with admin(core) as http:
+        first = (await http.post(COMPACT, json={"budget_ms": 3.5})).json()
+        rest = (await http.post(COMPACT, json={"budget_ms": 10_000})).json()
+        nothing = (await http.post(COMPACT, json={"budget_ms": 1})).json()
+    freed = [(answer["blocks_freed"], answer["remaining_blocks"]) for answer in (first, rest, nothing)]
+    assert freed == [(3, 2), (2, 0), (0, 0)]
+    assert first["bytes_freed"] == 3 * core.pool.block_bytes
+    assert (first["before"]["split_blocks"], first["after"]["split_blocks"]) == (5, 2)
+    assert (first["before"]["external"], rest["after"]["external"]) == (0.5, 0.0)
+    assert first["after"].keys() == {"internal", "external", "split_blocks", "largest_free_run"}
+
+
 async def test_admission(core: FakeCore) -> None:
     async with admin(core) as http:
         limited = await http.post(ADMISSION, json={"max_prompt_tokens": 512, "ttl_s": 30})
@@ -105,8 +129,15 @@ async def test_admission(core: FakeCore) -> None:
 
 
 BAD_BODIES: list[tuple[str, Any, str, str]] = [
-    (EVICT, {}, "ratio", "exactly one of ratio and bytes"),
-    (EVICT, {"ratio": 0.5, "bytes": 5}, "ratio", "exactly one of ratio and bytes"),
+    (EVICT, {}, "ratio", "exactly one of ratio, bytes and target_usage"),
+    (EVICT, {"ratio": 0.5, "bytes": 5}, "ratio", "exactly one of ratio, bytes and target_usage"),
+    (EVICT, {"ratio": 0.5, "target_usage": 0.5}, "ratio", "exactly one of ratio, bytes and target_usage"),
+    (EVICT, {"target_usage": 1}, "target_usage", "less than 1"),
+    (EVICT, {"target_usage": -0.1}, "target_usage", "greater than or equal to 0"),
+    (COMPACT, {}, "budget_ms", "required"),
+    (COMPACT, {"budget_ms": 0}, "budget_ms", "greater than 0"),
+    (COMPACT, {"budget_ms": 10_001}, "budget_ms", "less than or equal to 10000"),
+    (COMPACT, {"budget_ms": "5"}, "budget_ms", "valid number"),
     (EVICT, {"ratio": 0}, "ratio", "greater than 0"),
     (EVICT, {"ratio": 1.01}, "ratio", "less than or equal to 1"),
     (EVICT, {"ratio": "0.5"}, "ratio", "valid number"),
@@ -120,7 +151,7 @@ BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (EVICT, {"ratio": 1, "tiers": []}, "tiers", "at least 1"),
     (EVICT, {"ratio": 1, "tiers": "drop"}, "tiers", "valid array"),
     (EVICT, {"ratio": 1, "dry_run": "no"}, "dry_run", "valid boolean"),
-    (EVICT, {"ratio": 1, "force": True}, "force", "known are ratio, bytes, tiers, dry_run"),
+    (EVICT, {"ratio": 1, "force": True}, "force", "known are ratio, bytes, target_usage, tiers, dry_run"),
     (ADMISSION, {"max_prompt_tokens": 5}, "ttl_s", "lift by itself"),
     (ADMISSION, {"max_prompt_tokens": 0, "ttl_s": 5}, "max_prompt_tokens", "greater than 0"),
     (ADMISSION, {"max_total_blocks": -1, "ttl_s": 5}, "max_total_blocks", "greater than 0"),

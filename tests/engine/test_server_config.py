@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ullage_engine.config import EngineConfig, ServerConfig, TcpAddress, UnixAddress, parse_size
 from ullage_engine.errors import ConfigError
 from ullage_engine.main import main, parse_arguments
+from ullage_engine.request import KvBudget
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_all_arguments(tmp_path: Path) -> None:
         "--model folder --served-name n --host ::1 --port 0 --admin unix:/run/a.sock --kv-memory 48MiB --kv-type int8 "
         "--host-memory 2GiB --disk-dir /spill --disk-memory 8GB --check-tiers "
         "--block-size 32 --max-model-len 2048 --max-batch-tokens 128 --max-sequences 8 --max-queue 0 --dtype bfloat16 "
-        "--threads 2 --eviction-policy recency --protected-tokens 0 --recent-tokens 16 --no-prefix-reuse "
+        "--threads 2 --kv-budget 30% --eviction-policy recency --evict-interval 64 --protected-tokens 0 "
+        "--recent-tokens 16 --no-prefix-reuse "
         f"--cache-dir /cache --api-key-file {keys} --max-body 1MiB --drain-seconds 2.5 --health-step-age 9 "
         "--max-wait-seconds 7 --ready-step-age 3"
     ).split()
@@ -80,6 +82,9 @@ def test_all_arguments(tmp_path: Path) -> None:
         max_queue=0,
         dtype="bfloat16",
         threads=2,
+        kv_budget=KvBudget(share=0.3),
+        eviction_policy="recency",
+        evict_interval=64,
         protected_tokens=0,
         recent_tokens=16,
         prefix_reuse=False,
@@ -116,6 +121,7 @@ def test_admin_on_loopback() -> None:
     assert str(TcpAddress("::1", 5)) == "[::1]:5"
 
 
+BAD_BUDGETS = ("0%", "101%", "0.5", "1", "2.5", "nan", "nan%", "inf", "half", "1e999")
 BAD_ARGUMENTS = [
     ("--model", ["--port", "1"]),
     ("--model", ["--model", " "]),
@@ -137,6 +143,8 @@ BAD_ARGUMENTS = [
     ("--threads", ["--model", "m", "--threads", "0"]),
     ("--dtype", ["--model", "m", "--dtype", "float8"]),
     ("--eviction-policy", ["--model", "m", "--eviction-policy", "random"]),
+    *(("--kv-budget", ["--model", "m", "--kv-budget", bad]) for bad in BAD_BUDGETS),
+    ("--evict-interval", ["--model", "m", "--evict-interval", "0"]),
     ("--admin", ["--model", "m", "--admin", "0.0.0.0:8001"]),
     ("--admin", ["--model", "m", "--admin", "nowhere"]),
     ("--admin", ["--model", "m", "--admin", "unix:"]),
@@ -203,3 +211,24 @@ def test_cache_settings_reach_the_engine() -> None:
 def test_bad_cache_settings(flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         parse_arguments(["--model", "m", *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("2048", KvBudget(tokens=2048)),
+        ("2", KvBudget(tokens=2)),
+        ("100%", KvBudget(share=1.0)),
+        ("12.5%", KvBudget(share=0.125)),
+    ],
+)
+def test_budgets(text: str, budget: KvBudget) -> None:
+    assert parse_arguments(["--model", "m", "--kv-budget", text])[0].kv_budget == budget
+
+
+def test_policies_are_those_that_there_are() -> None:
+    from ullage_engine import policies
+    from ullage_engine.config import EVICTION_POLICIES
+
+    assert policies.NAMES == EVICTION_POLICIES
+    assert EngineConfig(model="m").eviction_policy == policies.DEFAULT

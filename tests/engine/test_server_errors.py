@@ -62,6 +62,9 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"max_tokens": 0}, "max_tokens"),
     (CHAT, {"max_completion_tokens": -1}, "max_completion_tokens"),
     (CHAT, {"seed": 2**63}, "seed"),
+    *((CHAT, {"kv_budget": bad}, "kv_budget") for bad in (0, -1, 1.5, 2.000001, "50%", True, [], {}, 2**40, 10**400)),
+    (CHAT, {"kv_policy": "random"}, "kv_policy"),
+    (COMPLETIONS, {"kv_policy": 5, "prompt": "a"}, "kv_policy"),
     (CHAT, {"seed": "x"}, "seed"),
     (CHAT, {"stop": ""}, "stop"),
     (CHAT, {"stop": ["a", ""]}, "stop"),
@@ -115,7 +118,9 @@ async def test_bad_fields_are_named(core: FakeCore, open_engine: Open) -> None:
 async def test_parameters_that_change_nothing_are_let_through(core: FakeCore, open_engine: Open) -> None:
     neutral = {name: values[0] if values else None for name, values in NEUTRAL.items()}
     harmless = {"user": "me", "metadata": {"a": 1}, "store": False, "parallel_tool_calls": True, "invented": [1]}
-    nulls = dict.fromkeys(("n", "temperature", "top_p", "max_tokens", "seed", "stop", "stream", "logprobs"))
+    nulls = dict.fromkeys(
+        ("n", "temperature", "top_p", "max_tokens", "seed", "stop", "stream", "logprobs", "kv_budget", "kv_policy")
+    )
     async with http(open_engine) as api:
         for path, base in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})):
             answer = await api.post(path, json={"model": "fake"} | base | neutral | harmless | nulls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from ullage_engine.fake_core import FakeCore, Gate
 from ullage_engine.fake_engine import END
-from ullage_engine.request import GenerationRequest, TokenOutput
+from ullage_engine.request import GenerationRequest, KvBudget, TokenOutput
 
 Open = Callable[..., Any]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -49,6 +49,31 @@ def says(core: FakeCore, tokenizer: Any, text: str, *, cached: int = 0, ending: 
 
     core.script = script
     return tokens
+
+
+async def test_a_kv_budget_reaches_the_core_and_usage_says_what_was_kept(core: FakeCore, open_engine: Open) -> None:
+    def script(request: GenerationRequest) -> Iterator[TokenOutput]:
+        yield TokenOutput(request_id=request.request_id, token=5, kept_tokens=3, dropped_tokens=0)
+        yield TokenOutput(
+            request_id=request.request_id, token=5, kept_tokens=2, dropped_tokens=9, finish_reason="length"
+        )
+
+    async with client(open_engine) as api:
+        plain = await api.completions.create(model="fake", prompt="a b")
+        core.script = script
+        budgets = (0.25, 64, 1, None)
+        for budget in budgets:
+            extra = {"kv_budget": budget, "kv_policy": None if budget is None else "window"}
+            answer = await api.completions.create(model="fake", prompt="a b", n=2, extra_body=extra)
+            assert answer.usage.model_extra["kv_cache"] == {"kept_tokens": 4, "dropped_tokens": 18}
+    assert "kv_cache" not in (plain.usage.model_extra or {})
+    asked = [(request.kv_budget, request.kv_policy) for request in core.submitted[1::2]]
+    assert asked == [
+        (KvBudget(share=0.25), "window"),
+        (KvBudget(tokens=64), "window"),
+        (KvBudget(share=1.0), "window"),
+        (None, None),
+    ]
 
 
 async def test_chat(core: FakeCore, tokenizer: Any, open_engine: Open) -> None:

@@ -14,15 +14,14 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
+from test_engine_machine import NAMES, POLICIES
 from tiered import Tiered, expected, make_tiered
 
+from ullage_engine.budgets import Retention
 from ullage_engine.fake_device import FakeDevice
 from ullage_engine.fake_runner import mix
 from ullage_engine.prefix import blake2b_128
-from ullage_engine.reclaim import Retention, recency
 from ullage_engine.request import KvBudget
-from ullage_engine.retention import Rows
 from ullage_engine.speculation.ngram import NgramProposer
 from ullage_engine.tiers.manager import Bounds
 from ullage_engine.tiers.scripted import Script
@@ -46,13 +45,6 @@ GRID, CLASSES = (2, 2), ((0, 1), (2, 3))
 BUDGETS = (None, None, None, 5, 9, 0.3, 0.6)
 
 
-def uneven(sequence: Any, rows: Rows) -> torch.Tensor:
-    """Scores that differ from head to head and prefer nothing sensible."""
-    layer, head = (torch.arange(count) for count in GRID)
-    odd = (layer[:, None, None] * 5 + head[None, :, None] * 3 + 1) * (rows.positions.float() + 7)
-    return (odd % 11) + head[None, :, None] * 2.0
-
-
 class Scene:
     """One engine with random settings, and random things done to it."""
 
@@ -74,7 +66,7 @@ class Scene:
             hasher=random.choice([*HASHERS.values()]),
             grid=GRID,
             classes=CLASSES,
-            retention=Retention(interval=5, policies={"recency": recency, "uneven": uneven}),
+            retention=Retention(interval=5, policies={policy.name: policy for policy in POLICIES}),
             proposer=NgramProposer() if random.random() < 0.3 else None,
             device=self.device(),
             bounds=Bounds(
@@ -99,7 +91,7 @@ class Scene:
         prompt = head + [random.randint(0, 1) for _ in range(random.randint(0, 6))]
         count = min(random.randint(1, 20), self.blocks * SIZE - len(prompt))
         budget = random.choice(BUDGETS)
-        options: dict[str, Any] = {"kv_policy": random.choice(["recency", "uneven"])}
+        options: dict[str, Any] = {"kv_policy": random.choice(NAMES)}
         options["kv_budget"] = None if budget is None else KvBudget.of(budget)
         self.tiered.submit(name, prompt, count, **options)
         for _ in range(random.choice([0, 0, 0, 0, 2])):
@@ -152,7 +144,7 @@ class Scene:
         images = [sequence.image for sequence in self.tiered.engine.scheduler.running]
         self.packed += sum(image is not None and image.cells is not None for image in images)
         for sequence in self.tiered.engine.scheduler.running:
-            if sequence.loading or sequence in self.tiered.residency.failed:
+            if sequence.reads is not None or sequence.loading or sequence in self.tiered.residency.failed:
                 continue
             values, value = [], 0
             for position, token in enumerate(sequence.tokens[: sequence.computed]):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiered import Tiered, expected, make_tiered
 
+from ullage_engine.budgets import Retention
 from ullage_engine.engine import STALL_PASSES
 from ullage_engine.fake_runner import EMPTY
-from ullage_engine.reclaim import Retention
 from ullage_engine.request import KvBudget
 from ullage_engine.tiers.manager import Bounds
 from ullage_engine.tiers.scripted import Script

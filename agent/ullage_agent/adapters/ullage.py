@@ -13,6 +13,7 @@ from typing import Any
 from ullage_agent.adapters.base import AdapterConfig, Reading
 from ullage_agent.adapters.transport import EngineHttp, parse_endpoint
 from ullage_agent.adapters.ullage_contract import (
+    COMPACTION_COUNTS,
     DRAIN_STATE,
     EVICTION_COUNTS,
     parse_object,
@@ -81,8 +82,6 @@ class UllageAdapter:
         before = (await self._read_snapshot()).snapshot
         effect = await self._calls[action](request, idempotency_key)
         after = await self._snapshot_or_none()
-        if action == "compact":
-            effect = _compaction_effect(before, after)
         return ActionResult(
             action=action,
             outcome=effect.outcome,
@@ -163,8 +162,16 @@ class UllageAdapter:
         return Effect(outcome="Succeeded", message=f"{verb} {freed} blocks, {size} bytes{kept}", counts=counts)
 
     async def _compact(self, request: ActionRequest, key: str) -> Effect:
-        await self._post(COMPACT_PATH, {"budget_ms": request.budget_ms}, request, key)
-        return Effect(outcome="Ineffective", message="", counts={})
+        report = await self._post(COMPACT_PATH, {"budget_ms": request.budget_ms}, request, key)
+        done = require(report, COMPACTION_COUNTS, COMPACT_PATH)
+        freed, moved, left = done["blocks_freed"], done.pop("cells_moved"), done.pop("remaining_blocks")
+        before, after = done.pop("before"), done.pop("after")
+        if freed == 0:
+            return Effect(outcome="Ineffective", message=f"no block could be freed, {left} are left", counts=done)
+        message = (
+            f"freed {freed} blocks by moving {moved} cells, {left} are left; unused cells {before:.0%}, now {after:.0%}"
+        )
+        return Effect(outcome="Succeeded", message=message, counts=done)
 
     async def _throttle(self, request: ActionRequest, key: str) -> Effect:
         body = {"max_prompt_tokens": request.max_prompt_tokens, "max_total_blocks": None, "ttl_s": request.ttl_s}
@@ -190,19 +197,6 @@ class UllageAdapter:
             return Effect(outcome="Succeeded", message="no request is in flight; none is admitted", counts={})
         message = f"{state['in_flight']} requests are still in flight; none is admitted"
         return Effect(outcome="Ineffective", message=message, counts={})
-
-
-def _compaction_effect(before: Snapshot, after: Snapshot | None) -> Effect:
-    old = before.largest_free_run_blocks
-    new = None if after is None else after.largest_free_run_blocks
-    improved = old is not None and new is not None and new > old
-    outcome: Outcome = "Succeeded" if improved else "Ineffective"
-    message = f"largest free run: {_or_unknown(old)} blocks before, {_or_unknown(new)} after"
-    return Effect(outcome=outcome, message=message, counts={})
-
-
-def _or_unknown(count: int | None) -> str:
-    return "unknown" if count is None else str(count)
 
 
 def _excerpt(body: bytes) -> str:

@@ -72,6 +72,17 @@ EVICTION_COUNTS: tuple[Field, ...] = (
 )
 """What an eviction must say it did; attributes of `ActionResult`."""
 
+COMPACTION_COUNTS: tuple[Field, ...] = (
+    Field(attribute="blocks_freed", source="blocks_freed"),
+    Field(attribute="bytes_freed", source="bytes_freed"),
+    Field(attribute="duration_ms", source="duration_ms", kind="float"),
+    Field(attribute="cells_moved", source="cells_moved"),
+    Field(attribute="remaining_blocks", source="remaining_blocks"),
+    Field(attribute="before", source="before.external", kind="float", high=1),
+    Field(attribute="after", source="after.external", kind="float", high=1),
+)
+"""What a compaction must say it did: the first three are attributes of `ActionResult`."""
+
 DRAIN_STATE: tuple[Field, ...] = (
     Field(attribute="drained", source="drained", kind="bool"),
     Field(attribute="in_flight", source="in_flight"),

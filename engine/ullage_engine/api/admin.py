@@ -32,7 +32,9 @@ from ullage_engine.request import AdmissionLimit, Destination
 MAX_BODY = 64 * 1024
 MAX_KEY = 256
 EVICT_SECONDS = 10.0
-"""How long an eviction may wait for the step loop."""
+"""How long an eviction or a compaction may wait for the step loop."""
+MAX_COMPACT_MS = 10_000.0
+"""All sequences wait while a compaction runs."""
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -43,14 +45,24 @@ class EvictBody(BaseModel):
 
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
     bytes: Annotated[int, Field(gt=0, le=1 << 60)] | None = None
+    target_usage: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of all blocks that may stay occupied."""
     tiers: Annotated[list[Destination], Field(fail_fast=True, min_length=1, max_length=2)] = ["drop"]
     dry_run: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> EvictBody:
-        if (self.ratio is None) == (self.bytes is None):
-            raise PydanticCustomError("ratio", "give exactly one of ratio and bytes")
+        if [self.ratio, self.bytes, self.target_usage].count(None) != 2:
+            raise PydanticCustomError("ratio", "give exactly one of ratio, bytes and target_usage")
         return self
+
+
+class CompactBody(BaseModel):
+    """How long a compaction may take."""
+
+    model_config = _STRICT
+
+    budget_ms: Annotated[float, Field(gt=0, le=MAX_COMPACT_MS)]
 
 
 class AdmissionBody(BaseModel):
@@ -82,7 +94,7 @@ class DrainBody(BaseModel):
     timeout_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
 
 
-BodyT = TypeVar("BodyT", EvictBody, AdmissionBody, DrainBody)
+BodyT = TypeVar("BodyT", EvictBody, CompactBody, AdmissionBody, DrainBody)
 Answer = dict[str, Any]
 
 
@@ -113,10 +125,16 @@ class Acts:
             self._core.evict,
             ratio=body.ratio,
             bytes_=body.bytes,
+            target_usage=body.target_usage,
             dry_run=body.dry_run,
             timeout_s=EVICT_SECONDS,
             tiers=tuple(body.tiers),
         )
+        return asdict(report)
+
+    async def compact(self, body: CompactBody) -> Answer:
+        """Compact, off the event loop like an eviction."""
+        report = await asyncio.to_thread(self._core.compact, budget_ms=body.budget_ms, timeout_s=EVICT_SECONDS)
         return asdict(report)
 
     async def admission(self, body: AdmissionBody) -> Answer:
@@ -165,6 +183,10 @@ def create_admin_app(
     @app.post("/admin/v1/kv/evict")
     async def evict(request: Request) -> JSONResponse:
         return await _act(request, store, EvictBody, acts.evict)
+
+    @app.post("/admin/v1/kv/compact")
+    async def compact(request: Request) -> JSONResponse:
+        return await _act(request, store, CompactBody, acts.compact)
 
     @app.post("/admin/v1/admission")
     async def admission(request: Request) -> JSONResponse:

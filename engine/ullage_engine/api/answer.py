@@ -63,6 +63,9 @@ class Answer:
         self._released = 0
         self.generated_tokens = 0
         self.cached_tokens = 0
+        self.kept_tokens: int | None = None
+        """Of the context, in the cache at the end; None: not known."""
+        self.dropped_tokens = 0
 
     def feed(self, output: TokenOutput) -> Piece:
         """Take one output.
@@ -71,6 +74,8 @@ class Answer:
             RequestFailed: the core ended the sequence before its answer was complete.
         """
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if output.kept_tokens is not None:
+            self.kept_tokens, self.dropped_tokens = output.kept_tokens, output.dropped_tokens or 0
         if output.finish_reason in ("error", "abort"):
             raise RequestFailed(output.error or "the engine ended this request before its answer was complete")
         text = self._text_of(output)

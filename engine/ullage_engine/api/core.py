@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ullage_engine.api.text import HfTokenizer
 from ullage_engine.request import AdmissionLimit, Destination, GenerationRequest, Sink
-from ullage_engine.snapshot import EngineSnapshot, EvictionReport
+from ullage_engine.snapshot import CompactionReport, EngineSnapshot, EvictionReport
 from ullage_engine.steps import StepListener
 
 BLOCK_MAP_VERSION = 1
@@ -109,13 +109,23 @@ class EngineCore(Protocol):
         bytes_: int | None,
         dry_run: bool,
         timeout_s: float,
+        target_usage: float | None = None,
         tiers: tuple[Destination, ...] = ("drop",),
     ) -> EvictionReport:
-        """Evict cold blocks between two steps, waiting for the report. Exactly one of `ratio` (of the
-        occupied blocks, 0 < ratio <= 1) and `bytes_` (> 0) is given. `tiers` says where their content may go.
+        """Evict cold blocks between two steps, waiting for the report. Exactly one is given of `ratio` (of the
+        occupied blocks, 0 < ratio <= 1), `bytes_` (> 0) and `target_usage` (share of all that may stay occupied).
+        `tiers` says where their content may go.
 
         Raises:
             LoopUnavailable: not begun within `timeout_s`; it has been cancelled and will not happen later.
+        """
+        ...
+
+    def compact(self, *, budget_ms: float, timeout_s: float) -> CompactionReport:
+        """Move cells between two steps so that split blocks become whole, for at most about `budget_ms`.
+
+        Raises:
+            LoopUnavailable: as in `evict`.
         """
         ...
 

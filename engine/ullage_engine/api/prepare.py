@@ -16,7 +16,7 @@ from ullage_engine.api.errors import ApiError, invalid, too_long
 from ullage_engine.api.generation import Plan
 from ullage_engine.api.schema import MAX_CHOICES, SEED_LIMIT, ChatBody, CompletionBody, GenerationBody, Message
 from ullage_engine.api.text import TextCodec
-from ullage_engine.request import GenerationRequest, SamplingParams
+from ullage_engine.request import GenerationRequest, KvBudget, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """The OpenAI default of `max_tokens` for completions."""
@@ -48,7 +48,17 @@ class Call:
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
+            **self._kept,
         }
+
+    @property
+    def _kept(self) -> dict[str, object]:
+        """What the sequences' caches held at the end, where the core says it; an extension of the usage object."""
+        answers = [plan.answer for plan in self.plans if plan.answer.kept_tokens is not None]
+        if not answers:
+            return {}
+        kept = sum(answer.kept_tokens or 0 for answer in answers)
+        return {"kv_cache": {"kept_tokens": kept, "dropped_tokens": sum(answer.dropped_tokens for answer in answers)}}
 
 
 class Preparer:
@@ -178,6 +188,8 @@ class Preparer:
             prompt=prompt,
             sampling=sampling,
             tenant=body.cache_salt or "",
+            kv_budget=None if body.kv_budget is None else KvBudget.of(body.kv_budget),
+            kv_policy=body.kv_policy,
             fork_of=fork_of,
             speculation=body.speculation is not False,
         )

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ullage_engine.api.body import read_body
 from ullage_engine.api.errors import from_validation, unsupported
+from ullage_engine.config import EvictionPolicy
+from ullage_engine.request import KvBudget
 
 MAX_CHOICES = 64
 """Sequences that one call may start: prompts times `n`."""
@@ -104,6 +106,18 @@ class GenerationBody(BaseModel):
     """Keep this prompt's cache apart from those with another salt (or none): one a tenant."""
     speculation: bool | None = None
     """False: draft no tokens for this request, where the engine would."""
+
+    kv_budget: Annotated[float, Field(gt=0, le=MAX_TOKENS)] | None = None
+    """What may stay of the context in the cache: up to 1 a share of it, above it tokens. None: the engine's default."""
+    kv_policy: EvictionPolicy | None = None
+    """What chooses it; None: the engine's default."""
+
+    @field_validator("kv_budget")
+    @classmethod
+    def _check_budget(cls, number: float | None) -> float | None:
+        if number is not None:
+            KvBudget.of(number)
+        return number
 
     @field_validator("stop")
     @classmethod

@@ -1,0 +1,266 @@
+"""Sequences with a budget: when each is cut, and the passes over it that its policy wants first.
+
+A cut is due once a sequence is computed, and then whenever it has outgrown its budget by `interval` tokens. Policies
+that rank by queries get a reader (`observation`): an ordinary running sequence to the scheduler, whose chunks share
+steps with everybody's, one at a time in the whole engine; the sequence that is read waits for it and no other does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ullage_engine.evictor import CellStore, Evictor, RowsLost
+from ullage_engine.layout import CacheLayout
+from ullage_engine.observation import CacheView, KeyStore, QueryWatch, RereadWatch
+from ullage_engine.policies import Needs, Policy, mass, select
+from ullage_engine.policies.recency import Recency
+from ullage_engine.policies.reread import Rereading, readings
+from ullage_engine.request import GenerationRequest, KvBudget, SamplingParams, TokenOutput
+from ullage_engine.retention import Rows
+from ullage_engine.scheduler import Scheduler
+from ullage_engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+OBSERVED = 32
+"""Last queries of a sequence that policies get to see, at least."""
+REREAD_CHUNK = 512
+"""Tokens of a context that one pass of a re-reading repeats."""
+PER_ENTRY = 48
+"""Bytes: position and flags, scores of a re-reading and of a policy, and what sorting these takes."""
+FLOOR = 4
+"""Candidates that every head keeps, as far as the budget allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What sequences keep where their request does not say otherwise."""
+
+    budget: KvBudget | None = None
+    """None: everything."""
+    policy: str = "recency"
+    interval: int = 256
+    """Tokens by which a decoding sequence may outgrow its budget before it is cut again."""
+    policies: Mapping[str, Policy] = field(default_factory=lambda: {"recency": Recency()})
+    instruction: tuple[int, ...] = (0,)
+    """Tokens that ask the model to repeat the context."""
+    inverse_frequencies: torch.Tensor | None = None
+    """[D / 2] or fewer: of the model's rotary embedding; None: unknown."""
+
+
+def workspace_bytes(layout: CacheLayout, context: int) -> int:
+    """Bytes that cutting a sequence of `context` tokens takes: `PER_ENTRY` of each (layer, head, token), and logits.
+
+    Keys and values of one layer are in `CacheLayout.workspace_bytes`.
+    """
+    return layout.blocks_for(context) * layout.block_tokens * layout.cells_per_block * PER_ENTRY + 12 * mass.TILE
+
+
+class Store(CellStore, KeyStore, Protocol):
+    """The bytes of cells, and the numbers they stand for."""
+
+
+@dataclass(eq=False, slots=True)
+class _Pass:
+    """Tokens that a reader computes: those of `tokens` that its shared rows do not cover."""
+
+    tokens: list[int]
+    blocks: int
+    """Of the parent's table that it shares."""
+    rows: int
+    """Rows of those blocks that count."""
+    start: int
+    """Position of the first token it computes."""
+    observed: int
+    """Position of the first query that counts."""
+
+
+@dataclass(eq=False, slots=True)
+class _Reading:
+    """A sequence that is being read."""
+
+    sequence: Sequence
+    policy: Policy
+    passes: list[_Pass]
+    """Still to be begun."""
+    table_rows: torch.Tensor | None
+    """Of its cell table at the beginning: another eviction meanwhile would make the scores another sequence's."""
+    queries: QueryWatch
+    scores: Rereading | None
+    reader: Sequence | None = None
+
+
+@dataclass(slots=True)
+class BudgetTally:
+    """Totals since the start."""
+
+    blocks: int = 0
+    entries: dict[str, int] = field(default_factory=dict)
+    """Rows of single heads that were dropped, by policy."""
+    reread_tokens: int = 0
+    """Tokens that readers computed."""
+
+
+class BudgetKeeper:
+    """Not thread-safe: the step loop alone touches it."""
+
+    def __init__(self, scheduler: Scheduler, evictor: Evictor, store: Store, retention: Retention) -> None:
+        self._scheduler = scheduler
+        self._evictor = evictor
+        self._store = store
+        self._retention = retention
+        self._reading: _Reading | None = None
+        self.tally = BudgetTally()
+
+    def keep(self) -> list[Sequence]:
+        """Do what is due between two steps; returns sequences whose content was lost in it."""
+        lost = []
+        for sequence in tuple(self._scheduler.running):
+            try:
+                if self._reading is not None and self._reading.sequence is sequence:
+                    self._go_on(self._reading)
+                elif not sequence.reads:
+                    self._settle(sequence)
+            except RowsLost:
+                log.exception("request %s lost its keys and values", sequence.request_id)
+                lost.append(sequence)
+        if self._reading is not None and self._reading.sequence not in self._scheduler.running:
+            self._stop(self._reading)
+        return lost
+
+    # -- cuts ----------------------------------------------------------------------------------------------------
+
+    def _settle(self, sequence: Sequence) -> None:
+        limit, kept, before = self._limit(sequence), sequence.kept_tokens, sequence.settled_at
+        if limit is None or not sequence.decoding or sequence.loading:
+            return
+        if before is not None and kept < max(limit, before) + self._retention.interval:
+            return
+        policy = self._retention.policies[sequence.request.kv_policy or self._retention.policy]
+        if kept > limit and self._evictor.may_cut(sequence):
+            if policy.needs != Needs.NOTHING:
+                if self._reading is None:
+                    self._begin(sequence, policy)
+                return
+            self._cut(sequence, policy, QueryWatch(), None)
+        sequence.settled_at = sequence.kept_tokens
+
+    def _limit(self, sequence: Sequence) -> float | None:
+        budget = sequence.request.kv_budget or self._retention.budget
+        return None if budget is None else budget.limit(sequence.computed)
+
+    def _cut(self, sequence: Sequence, policy: Policy, observed: QueryWatch, scores: torch.Tensor | None) -> None:
+        limit = self._limit(sequence) or 0.0
+
+        def keep(rows: Rows) -> torch.Tensor:
+            view = CacheView(
+                rows, sequence.computed, self._store, observed, scores, self._retention.inverse_frequencies
+            )
+            entries = int(limit * rows.exists[..., 0].numel()) - rows.protected
+            return select(policy.score(view).cpu(), rows.candidates, entries, FLOOR)
+
+        evicted = self._evictor.cut(sequence, keep)
+        self.tally.blocks += evicted.blocks
+        self.tally.entries[policy.name] = self.tally.entries.get(policy.name, 0) + evicted.entries
+
+    # -- readings ------------------------------------------------------------------------------------------------
+
+    def _begin(self, sequence: Sequence, policy: Policy) -> None:
+        scores = None
+        if policy.needs == Needs.REREADING:
+            scores = Rereading(*Rows.of(sequence, [], *self._store.cell_grid).exists.shape)
+        self._reading = _Reading(
+            sequence=sequence,
+            policy=policy,
+            passes=self._rereading(sequence) if scores is not None else [_last_tokens(sequence)],
+            table_rows=None if sequence.cells is None else sequence.cells.rows,
+            queries=QueryWatch(),
+            scores=scores,
+        )
+        sequence.held = True
+        self._next_pass(self._reading)
+
+    def _rereading(self, sequence: Sequence) -> list[_Pass]:
+        """The context again, after itself."""
+        context, used = sequence.tokens[: sequence.computed], -(-sequence.kept // sequence.block_tokens)
+        return [
+            _Pass([*context, *reading.tokens], used, sequence.kept, len(context), len(context) + reading.observed)
+            for reading in readings(context, self._retention.instruction, chunk=REREAD_CHUNK)
+        ]
+
+    def _next_pass(self, reading: _Reading) -> None:
+        part = reading.passes.pop(0)
+        watch: QueryWatch | RereadWatch = reading.queries
+        if reading.scores is not None:
+            watch = RereadWatch(self._store, reading.scores, part.observed)
+        reader = _reader(reading.sequence, part, watch)
+        if isinstance(watch, RereadWatch):
+            watch.reader = _Grid(reader, self._store.cell_grid)
+        self.tally.reread_tokens += len(part.tokens) - reader.computed
+        self._scheduler.read(reader)
+        reading.reader = reader
+
+    def _go_on(self, reading: _Reading) -> None:
+        """Wait for the reader, begin the next pass, or cut."""
+        reader, sequence = reading.reader, reading.sequence
+        rows = None if sequence.cells is None else sequence.cells.rows
+        if not sequence.held or reader not in self._scheduler.running or rows is not reading.table_rows:
+            self._stop(reading)
+            sequence.settled_at = sequence.kept_tokens
+        elif reader is not None and reader.computed == len(reader.tokens):
+            self._scheduler.finish(reader)
+            if reading.passes:
+                self._next_pass(reading)
+                return
+            self._stop(reading)
+            scores = None if reading.scores is None else reading.scores.scores
+            self._cut(sequence, reading.policy, reading.queries, scores)
+            sequence.settled_at = sequence.kept_tokens
+
+    def _stop(self, reading: _Reading) -> None:
+        if reading.reader in self._scheduler.running:
+            self._scheduler.finish(reading.reader)
+        reading.sequence.held = False
+        self._reading = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Grid:
+    """A reader's rows; implements `observation.Reader`."""
+
+    sequence: Sequence
+    cell_grid: tuple[int, int]
+
+    def rows(self, coming: int) -> Rows:
+        return Rows.of(self.sequence, [], *self.cell_grid, coming=coming)
+
+
+def _last_tokens(sequence: Sequence) -> _Pass:
+    """The last `OBSERVED` tokens and what comes before them in their block, in blocks without gaps between."""
+    size, starts = sequence.block_tokens, sequence.starts
+    used = -(-sequence.kept // size)
+    first = used - 1
+    while first > 0 and sequence.kept - first * size < OBSERVED and starts[first - 1] + size == starts[first]:
+        first -= 1
+    return _Pass(sequence.tokens[: sequence.computed], first, first * size, starts[first], 0)
+
+
+def _reader(parent: Sequence, part: _Pass, watch: QueryWatch | RereadWatch) -> Sequence:
+    """A sequence that computes the tokens of a pass; its blocks and cells are its parent's."""
+    request = GenerationRequest(
+        request_id=f"{parent.request_id} (read)", prompt=tuple(part.tokens), sampling=SamplingParams(max_tokens=1)
+    )
+    reader = Sequence(request, _unheard, parent.arrival, part.tokens, parent.block_tokens, reads=watch)
+    reader.table, reader.starts = parent.table[: part.blocks], parent.starts[: part.blocks]
+    reader.computed, reader.dropped = part.start, part.start - part.rows
+    reader.cells, reader.publishing = parent.cells, False
+    return reader
+
+
+def _unheard(_: TokenOutput) -> None:
+    """Nobody waits for a reader's tokens, and it has none."""
