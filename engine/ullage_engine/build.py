@@ -216,7 +216,7 @@ def _allocate(
         device=machine,
         kernels=kernels,
         invariant=invariant,
-        context=context if records else None,
+        recorded=(config.max_sequences, context) if records else None,
     )
     activations += layout.workspace_bytes(max(context, paged_decode.GROUP_TOKENS)) + workspace_bytes(layout, context)
     blocks = sizing.block_count(

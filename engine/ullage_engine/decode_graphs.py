@@ -118,10 +118,14 @@ class DecodeGraphs:
         self._last: Flight | None = None
         self._records = True
 
-    def prepare(self) -> None:
-        """Record every bucket, the largest first, so that the smaller ones find room in its memory."""
+    def prepare(self, *, largest: bool = False) -> None:
+        """Record every bucket, the largest first, so that the smaller ones find room in its memory.
+
+        Args:
+            largest: only those with the most rows.
+        """
         self._send([], self._rows[-1], None)
-        for rows in reversed(self._rows):
+        for rows in self._rows[-1:] if largest else reversed(self._rows):
             for blocks in reversed(self._widths):
                 self._record(Bucket(rows, blocks))
 

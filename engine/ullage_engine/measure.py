@@ -29,12 +29,13 @@ def measure_step(
     device: Device,
     kernels: Choice = None,
     invariant: bool = False,
-    context: int | None = None,
+    recorded: tuple[int, int] | None = None,
 ) -> int:
     """Bytes that a step of `tokens` tokens and `sequences` logits rows takes beyond the cache itself.
 
     Args:
-        context: most tokens of a sequence, where decode steps are recorded: what they hold is counted too.
+        recorded: most sequences of a decode step and most tokens of each, where such steps are recorded: what they
+            hold is counted too.
     """
     chunks = _largest(layout, tokens, min(sequences, tokens))
     blocks = sum(len(chunk.sequence.table) for chunk in chunks)
@@ -44,10 +45,11 @@ def measure_step(
 
     def largest_of_all() -> DecodeGraphs | None:
         runner.forward(chunks)
-        if context is None:
+        if recorded is None:
             return None
-        graphs = DecodeGraphs(model, scratch, device, limit=sequences, context=context)
-        graphs.prepare()
+        limit, context = recorded
+        graphs = DecodeGraphs(model, scratch, device, limit=limit, context=context)
+        graphs.prepare(largest=True)
         return graphs
 
     return device.peak_bytes(largest_of_all)

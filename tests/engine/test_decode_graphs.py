@@ -22,6 +22,7 @@ from ullage_engine.engine import Engine
 from ullage_engine.fake_device import FakeDevice
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
+from ullage_engine.measure import measure_step
 from ullage_engine.models import shape_of
 from ullage_engine.numerics import make_invariant
 from ullage_engine.request import GenerationRequest, SamplingParams
@@ -212,6 +213,31 @@ class RefusingDevice(CpuDevice):
 
     def record(self, work: Work) -> Work:
         raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class CountingDevice(CpuDevice):
+    """Counts what is recorded."""
+
+    records = True
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, work: Work) -> Work:
+        self.recorded += 1
+        return work
+
+
+def test_the_largest_step_is_measured_with_what_is_recorded(cpu_kernels: CpuKernels) -> None:
+    model, _ = tiny("llama")
+    device, layout = CountingDevice(), make_store(model, cpu_kernels).layout
+    sizes: dict[str, Any] = {"tokens": 16, "sequences": 12, "device": device, "kernels": cpu_kernels}
+    assert measure_step(model, layout, **sizes) >= 0
+    assert device.recorded == 0
+    assert measure_step(model, layout, **sizes, recorded=(9, 8 * 300)) >= 0
+    assert device.recorded == 3, "tables of 64, 256 and 300 blocks, with the most rows"
+    DecodeGraphs(model, make_store(model, cpu_kernels), device, limit=9, context=8 * 300).prepare()
+    assert device.recorded == 3 + 5 * 3
 
 
 def test_a_device_that_cannot_record_is_asked_once(cpu_kernels: CpuKernels, caplog: pytest.LogCaptureFixture) -> None:
