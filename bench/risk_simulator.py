@@ -68,7 +68,7 @@ class Scenario:
     stuck_at: float | None = None
 
 
-@dataclass
+@dataclass(eq=False)  # by identity: lists of them are searched
 class Request:
     prompt: int
     answer: int
