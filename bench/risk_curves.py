@@ -12,8 +12,8 @@ from ullage_agent import risk
 from ullage_agent.curve import Curve
 
 PANELS = (
-    ("FORECAST_CURVE", "seconds to exhaustion", 600.0),
-    ("CHANCE_CURVE", "chance of exhaustion within a minute", 1.0),
+    ("CHANCE_CURVE", "chance of exhaustion within half a minute", 1.0),
+    ("FORECAST_CURVE", "seconds to exhaustion by growth", 600.0),
     ("UNLEARNED_CURVE", "hot share, no lengths learned: most points", 1.0),
     ("UNOPPOSED_CURVE", "the same, and nothing finishes", 1.0),
     ("PREEMPTION_CURVE", "preemptions per finished request", 1.2),

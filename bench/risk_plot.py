@@ -31,6 +31,27 @@ def plot_trace(
     path.write_text(svg(f"vLLM 0.32, {name} trace", lines, marks, (85.0, "alarm")))
 
 
+def plot_tradeoff(
+    path: Path, curve: Sequence[tuple[float, float, str]], others: Sequence[tuple[float, float, str]], chosen: str
+) -> None:
+    """Recall in per cent against false alarms an hour: the score at every alarm level as a curve, others as points."""
+    right = 1.0 + max(x for x, _, _ in others)
+    inner_w, inner_h = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return MARGIN + inner_w * min(x, right) / right, MARGIN + inner_h * (1 - y / 100.0)
+
+    chart = svg("Recall (%) against false alarms an hour", {"score": [(right, -100.0)]}, (), (0.0, ""), unit="an hour")
+    corners = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y, _ in curve if x <= right)
+    marks = [f'<polyline points="{corners}" fill="none" stroke="#c62828" stroke-width="1.6"/>']
+    here = [(x, y, f"score at {chosen}", "#c62828") for x, y, level in curve if level == chosen]
+    for x, y, words, colour in (*here, *((x, y, words, "#1565c0") for x, y, words in others)):
+        left, top = place(x, y)
+        marks.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="4" fill="{colour}"/>')
+        marks.append(f'<text x="{left + 7:.1f}" y="{top + 12:.1f}" fill="{colour}">{escape(words)}</text>')
+    path.write_text(chart.replace("</svg>", "\n".join([*marks, "</svg>"])))
+
+
 def svg(
     title: str,
     lines: dict[str, list[tuple[float, float]]],

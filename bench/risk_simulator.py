@@ -8,9 +8,9 @@ Every second one reading comes out, with as much in it as engines of the imitate
 `sglang` everything but demand, `vllm` hot blocks alone, preemptions late, and nothing new during long steps.
 
 Ground truth is the first preemption after a minute without one, a device without free memory, or a control group at
-its limit. Seconds in which the head of the queue waits for blocks, or sequences are preempted, are a shortage: memory
-is what is missing then, so a warning in it is not false, though a shortage alone is no event to foresee. The risk code
-never sees any of this.
+its limit. Seconds in which the head of the queue waits for blocks, sequences are preempted, or device or group are
+full, are a shortage: memory is what is missing then, so a warning in it is not false, though a shortage alone is no
+event to foresee. The risk code never sees any of this.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def play(name: str, family: str, plan: Plan, duration: float = DURATION_S) -> Sc
     engine.batch_tokens = BATCH_TOKENS[plan.flavour]
     engine.placement = _placement(engine, plan.flavour, engine.cached)
     points: list[Point] = []
-    events: list[float] = []
+    full: list[float] = []
     seen: Reading | None = None
     bursts = list(plan.traffic.bursts)
     steps = round(1.0 / STEP_S)
@@ -371,11 +371,11 @@ def play(name: str, family: str, plan: Plan, duration: float = DURATION_S) -> Sc
         around = _around(plan, at, rng)
         run = None if engine.placement is None else engine.placement.longest_available_run()
         points.append(Point(at=at, reading=None if lost else seen, around=around, neighbours=run))
-        events.extend(_memory_events(plan, at, around, events))
-    onsets = _onsets([*engine.preempted_at, *events])
+        full.extend([at] if _nothing_left(around) else [])
+    onsets = _onsets([*engine.preempted_at, *full[:1]])
     return Scenario(
         name=name, family=family, flavour=plan.flavour, points=tuple(points), events=onsets,
-        shortages=tuple(sorted({*engine.short_at, *engine.preempted_at, *events})),
+        shortages=tuple(sorted({*engine.short_at, *engine.preempted_at, *full})),
         duration=duration, stuck_at=plan.stuck_at,
     )  # fmt: skip
 
@@ -401,14 +401,11 @@ def _around(plan: Plan, at: float, rng: random.Random) -> Surroundings:
     return Surroundings(devices=devices, host=host)
 
 
-def _memory_events(plan: Plan, at: float, around: Surroundings, before: list[float]) -> list[float]:
-    if before:
-        return []
-    full = [d for d in around.devices if (d.used_bytes or 0) >= (d.total_bytes or 1)]
+def _nothing_left(around: Surroundings) -> bool:
+    """Whether a device or the control group is full."""
     host = around.host
-    if host is not None and (host.used_bytes or 0) >= (host.limit_bytes or 1):
-        return [at]
-    return [at] if full else []
+    spent = host is not None and (host.used_bytes or 0) >= (host.limit_bytes or 1)
+    return spent or any((device.used_bytes or 0) >= (device.total_bytes or 1) for device in around.devices)
 
 
 def _onsets(moments: list[float]) -> tuple[float, ...]:

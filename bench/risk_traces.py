@@ -1,14 +1,10 @@
 """How early, how surely and how falsely does the risk score warn? On recorded traces and simulated scenarios.
 
-    python bench/risk_traces.py [--scenarios 200] [--first 0] [--output bench/results]
+    python bench/risk_traces.py [--scenarios 200] [--first 0] [--output bench/results] [--name risk_traces]
 
-An alarm is a score of at least 85. Alarms at most 30 s apart are one episode. An event (memory ran out, after a minute
-without) counts as foreseen when an episode began before it and lasted until at most 60 s before it; its lead is the
-time from that beginning, at most 120 s, and 0 when it was not foreseen. An episode is a false alarm when from its
-beginning to 60 s after its end memory was never what was missing; one that the end of the recording leaves open is not
-counted. How many of the false ones saw at least 97 % in use until then is told as `near_misses`; false they remain. All
-detectors are judged alike, on the same readings. Every third scenario is held out: nothing was tuned on it, and its
-figures stand apart.
+An alarm is a score of at least 85. All detectors are judged alike (`risk_judge.py`), on the same readings. Every third
+scenario is held out: nothing was tuned on it, and its figures stand apart. Beside each baseline stands what the score
+does at another alarm level, with no more false alarms than the baseline has (`at_equal_false_alarms`).
 
 The last line is JSON: figures over all scenarios, over the held-out ones, of the recorded traces, and of the baselines.
 """
@@ -23,92 +19,25 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from risk_plot import plot_trace
+from risk_judge import ALARM, LEVELS, NEAR_MISS, Alarms, Tally, at_equal_false_alarms, episodes, tally
+from risk_plot import plot_trace, plot_tradeoff
 from risk_simulator import Point, Scenario, build
 
 from ullage_agent.adapters.vllm import parse_metrics
 from ullage_agent.analysis import Analysis, Findings, Surroundings
 
-ALARM = 85.0
-MERGE_S = 30.0
-AFTER_S = 60.0
-MAX_LEAD_S = 120.0
 HELD_OUT = 3
 """Every third scenario."""
-NEAR_MISS = 0.97
 TRACES = Path(__file__).parents[1] / "tests" / "agent" / "traces"
 FIRST_PREEMPTION_S = 17.0
 """Of the pressure trace."""
 
-Alarms = list[tuple[float, bool]]
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What one detector did in some scenarios."""
-
-    leads: tuple[float, ...] = ()
-    """Seconds of each event; 0 when it was not foreseen."""
-    foreseen: int = 0
-    false_alarms: int = 0
-    near_misses: int = 0
-    """Of the false alarms."""
-    hours: float = 0.0
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            (*self.leads, *other.leads), self.foreseen + other.foreseen,
-            self.false_alarms + other.false_alarms, self.near_misses + other.near_misses, self.hours + other.hours,
-        )  # fmt: skip
-
-    def figures(self) -> dict[str, float | int | None]:
-        leads = sorted(self.leads)
-        return {
-            "recall": round(self.foreseen / len(leads), 4) if leads else None,
-            "lead_p50_s": round(statistics.median(leads), 1) if leads else None,
-            "lead_p10_s": round(leads[len(leads) // 10], 1) if leads else None,
-            "false_alarms_per_hour": round(self.false_alarms / self.hours, 3) if self.hours else None,
-            "events": len(leads),
-            "false_alarms": self.false_alarms,
-            "near_misses": self.near_misses,
-            "hours": round(self.hours, 2),
-        }
-
-
-def episodes(alarms: Alarms) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for at, on in alarms:
-        if not on:
-            continue
-        if found and at - found[-1][1] <= MERGE_S:
-            found[-1] = (found[-1][0], at)
-        else:
-            found.append((at, at))
-    return found
-
-
-def tally(alarms: Alarms, scenario: Scenario) -> Tally:
-    events, duration = scenario.events, scenario.duration
-    short = (*scenario.events, *scenario.shortages)
-    spells = episodes(alarms)
-    leads = []
-    for event in events:
-        before = [event - begin for begin, end in spells if begin < event and event <= end + AFTER_S]
-        leads.append(min(MAX_LEAD_S, max(before, default=0.0)))
-    false = [
-        (begin, end)
-        for begin, end in spells
-        if end + AFTER_S <= duration and not any(begin <= moment <= end + AFTER_S for moment in short)
-    ]
-    near = sum(_nearly_full(scenario, begin, end + AFTER_S) for begin, end in false)
-    return Tally(tuple(leads), sum(lead > 0 for lead in leads), len(false), near, duration / 3600)
-
-
-def _nearly_full(scenario: Scenario, begin: float, end: float) -> bool:
-    return any(_usage(point) >= NEAR_MISS for at, point in _read(scenario.points) if begin <= at <= end)
+Scores = list[tuple[float, float, float]]
+"""Moment, whole score, and the greatest of its terms but the classic one."""
 
 
 # -- detectors -----------------------------------------------------------------------------------------------------
@@ -121,15 +50,11 @@ def ours(points: Iterable[Point]) -> Iterator[tuple[float, Findings]]:
             yield point.at, analysis.take(point.reading, point.at, point.around)
 
 
-def score_alarms(points: Sequence[Point]) -> dict[str, Alarms]:
-    """Of the whole score, and of the greatest of its terms but the classic one."""
-    whole: Alarms = []
-    rest: Alarms = []
-    for at, found in ours(points):
-        terms = found.risk.terms
-        whole.append((at, (found.risk.score or 0.0) >= ALARM))
-        rest.append((at, max((value for name, value in terms.items() if name != "classic"), default=0.0) >= ALARM))
-    return {"ullage": whole, "ullage without classic": rest}
+def scores(points: Sequence[Point]) -> Scores:
+    def rest(terms: dict[str, float]) -> float:
+        return max((value for name, value in terms.items() if name != "classic"), default=0.0)
+
+    return [(at, found.risk.score or 0.0, rest(found.risk.terms)) for at, found in ours(points)]
 
 
 def usage_above(limit: float) -> Callable[[Sequence[Point]], Alarms]:
@@ -185,9 +110,13 @@ BASELINES: dict[str, Callable[[Sequence[Point]], Alarms]] = {
 DETECTORS = ("ullage", "ullage without classic", *BASELINES)
 
 
-def detect(points: Sequence[Point]) -> dict[str, Alarms]:
+def detect(points: Sequence[Point], scored: Scores) -> dict[str, Alarms]:
     """Alarms of every detector."""
-    return {**score_alarms(points), **{name: alarms_of(points) for name, alarms_of in BASELINES.items()}}
+    return {
+        "ullage": [(at, whole >= ALARM) for at, whole, _ in scored],
+        "ullage without classic": [(at, rest >= ALARM) for at, _, rest in scored],
+        **{name: alarms_of(points) for name, alarms_of in BASELINES.items()},
+    }
 
 
 def _read(points: Sequence[Point]) -> Iterator[tuple[float, Point]]:
@@ -231,7 +160,7 @@ def judge_traces(output: Path | None) -> dict[str, dict[str, float | None]]:
         found = list(ours(points))
         if output is not None:
             plot_trace(output / f"risk_trace_{name}.svg", name, points, found, truth)
-        for detector, found_alarms in detect(points).items():
+        for detector, found_alarms in detect(points, scores(points)).items():
             alarms = [at for at, on in found_alarms if on]
             lead = None if truth is None or not alarms else round(truth - alarms[0], 1)
             entry = results.setdefault(detector, {})
@@ -245,16 +174,38 @@ def judge_traces(output: Path | None) -> dict[str, dict[str, float | None]]:
 # -- scenarios -----------------------------------------------------------------------------------------------------
 
 
-def judge_scenarios(scenarios: Iterable[tuple[int, Scenario]]) -> dict[str, dict[str, Tally]]:
+@dataclass
+class Verdict:
+    """What all detectors did in all scenarios."""
+
+    parts: dict[str, dict[str, Tally]] = field(default_factory=lambda: {name: {} for name in DETECTORS})
     """By detector: tallies of `tuned`, `held_out` and every family."""
-    results: dict[str, dict[str, Tally]] = {name: {} for name in DETECTORS}
+    curve: dict[float, Tally] = field(default_factory=dict)
+    """Of the score, by the level that counts as an alarm."""
+
+    def whole(self, detector: str) -> Tally:
+        parts = self.parts[detector]
+        return parts.get("tuned", Tally()) + parts.get("held_out", Tally())
+
+
+def judge_scenarios(scenarios: Iterable[tuple[int, Scenario]]) -> Verdict:
+    verdict = Verdict()
     for number, scenario in scenarios:
         part = "held_out" if is_held_out(number) else "tuned"
-        for detector, alarms in detect(scenario.points).items():
-            one = tally(alarms, scenario)
+        scored = scores(scenario.points)
+        nearly_full = partial(_nearly_full, scenario)
+        for detector, alarms in detect(scenario.points, scored).items():
+            one = tally(alarms, scenario, nearly_full)
             for key in (part, scenario.family, scenario.flavour):
-                results[detector][key] = results[detector].get(key, Tally()) + one
-    return results
+                verdict.parts[detector][key] = verdict.parts[detector].get(key, Tally()) + one
+        for level in LEVELS:
+            one = tally([(at, whole >= level) for at, whole, _ in scored], scenario, nearly_full)
+            verdict.curve[level] = verdict.curve.get(level, Tally()) + one
+    return verdict
+
+
+def _nearly_full(scenario: Scenario, begin: float, end: float) -> bool:
+    return any(_usage(point) >= NEAR_MISS for at, point in _read(scenario.points) if begin <= at <= end)
 
 
 def is_held_out(number: int) -> bool:
@@ -267,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenarios", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="number of the first scenario: others than were looked at")
     parser.add_argument("--output", type=Path, help="folder for the results and plots")
+    parser.add_argument("--name", default="risk_traces", help="of the results in it")
     arguments = parser.parse_args(argv)
     if arguments.output is not None:
         arguments.output.mkdir(parents=True, exist_ok=True)
@@ -274,32 +226,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     traces = judge_traces(arguments.output)
     for detector, figures in traces.items():
         print(f"trace  {detector:22} {figures}")
-    results = judge_scenarios((number, build(number)) for number in _numbers(arguments.first, arguments.scenarios))
-    document = summary(results, traces)
-    for detector, parts in results.items():
+    numbers = range(arguments.first, arguments.first + arguments.scenarios)
+    verdict = judge_scenarios((number, build(number)) for number in numbers)
+    document = summary(verdict, traces)
+    for detector, parts in verdict.parts.items():
         for part, one in parts.items():
             print(f"{detector:22} {part:12} {one.figures()}")
     print(f"{time.process_time() - began:.0f} s of CPU")
     if arguments.output is not None:
-        by_part = {name: {part: one.figures() for part, one in parts.items()} for name, parts in results.items()}
-        text = json.dumps({**document, "parts": by_part}, indent=1)
-        (arguments.output / "risk_traces.json").write_text(text + "\n")
+        save(verdict, document, arguments.output, arguments.name)
     print(json.dumps(document))
     return 0
 
 
-def _numbers(first: int, count: int) -> range:
-    return range(first, first + count)
-
-
-def summary(results: dict[str, dict[str, Tally]], traces: dict[str, dict[str, float | None]]) -> dict[str, object]:
+def summary(verdict: Verdict, traces: dict[str, dict[str, float | None]]) -> dict[str, object]:
     def figures(detector: str) -> dict[str, object]:
-        tuned = results[detector].get("tuned", Tally())
-        held = results[detector].get("held_out", Tally())
-        return {**(tuned + held).figures(), "held_out": held.figures(), "traces": traces[detector]}
+        held = verdict.parts[detector].get("held_out", Tally())
+        return {**verdict.whole(detector).figures(), "held_out": held.figures(), "traces": traces[detector]}
 
-    baselines = {name: figures(name) for name in DETECTORS if not name.startswith("ullage")}
-    return {**figures("ullage"), "baselines": baselines, "without_classic": figures("ullage without classic")}
+    equal = {name: at_equal_false_alarms(verdict.curve, verdict.whole(name)) for name in BASELINES}
+    return {
+        **figures("ullage"),
+        "baselines": {name: figures(name) for name in BASELINES},
+        "without_classic": figures("ullage without classic"),
+        "at_equal_false_alarms": equal,
+    }
+
+
+def save(verdict: Verdict, document: dict[str, object], folder: Path, name: str) -> None:
+    by_part = {key: {part: one.figures() for part, one in parts.items()} for key, parts in verdict.parts.items()}
+    curve = {f"{level:g}": one.figures() for level, one in verdict.curve.items()}
+    text = json.dumps({**document, "parts": by_part, "curve": curve}, indent=1)
+    (folder / f"{name}.json").write_text(text + "\n")
+
+    def place(one: Tally) -> tuple[float, float]:
+        return one.false_alarms / one.hours, 100 * one.recall
+
+    plot_tradeoff(
+        folder / f"{name}_tradeoff.svg",
+        [(*place(verdict.curve[level]), f"{level:g}") for level in sorted(verdict.curve)],
+        [(*place(verdict.whole(key)), key) for key in BASELINES],
+        f"{ALARM:g}",
+    )
 
 
 if __name__ == "__main__":

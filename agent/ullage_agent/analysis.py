@@ -155,10 +155,11 @@ def _as_snapshot(whole: Snapshot, rank: Rank) -> Snapshot:
     )
 
 
-def _urgency(outlook: Forecast) -> tuple[float, float]:
+def _urgency(outlook: Forecast) -> tuple[float, float, float]:
+    chance = outlook.exhaustion_chance or 0.0
     seconds = math.inf if outlook.exhaustion_p50_s is None else outlook.exhaustion_p50_s
     supply = math.inf if outlook.supply_blocks is None else outlook.supply_blocks
-    return seconds, supply
+    return -chance, seconds, supply
 
 
 def _time_left(window: Window, left: int | None, whole: int | None) -> float | None:

@@ -28,7 +28,7 @@ LATELY_S = 8.0
 """Growth without learned lengths must be there over this long too."""
 STILL_S = 15.0
 """Longer than the longest engine step seen, a prefill of eight seconds."""
-SOON_S = 60.0
+SOON_S = 30.0
 """`exhaustion_chance` is that of so many seconds."""
 
 

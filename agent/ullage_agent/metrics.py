@@ -195,10 +195,18 @@ GAUGES: tuple[Gauge, ...] = (
     ),
     Gauge(
         "llm_kv_exhaustion_seconds",
-        "Seconds until live sequences have used up free and reclaimable KV cache, at the present growth. "
-        "quantile 0.1 is the early end of the band. Absent: not in sight.",
+        "Seconds until live sequences have used up free and reclaimable KV cache: by learned lengths, or at the "
+        "present growth until twenty requests have finished. quantile 0.1 is the early end of the band. Absent: not "
+        "in sight.",
         ("quantile",),
         _exhaustion,
+    ),
+    Gauge(
+        "llm_kv_exhaustion_chance",
+        "Chance, 0 to 1, that live sequences use up free and reclaimable KV cache within half a minute, by learned "
+        "lengths. From 0.72 on the risk score is 85. Absent until twenty requests have finished.",
+        (),
+        _from_forecast("exhaustion_chance"),
     ),
     Gauge(
         "llm_kv_growth_blocks_per_second",

@@ -10,9 +10,6 @@ good:
       q(t) = f(t) · (m'(t) + (v'(t) / v(t) + forgetting) · (capacity - m(t)))
 
   with f(t) the density at the capacity. Good where the mean stays below and only chance can fill the pool.
-
-The model is a little too sure of itself: its lengths are learned, its arrivals go on for ever. Its chances are brought
-to how often it really came to that (`CALIBRATION`).
 """
 
 from __future__ import annotations
@@ -21,11 +18,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ullage_agent.curve import Curve, points_on_curve
-
-CALIBRATION: Curve = ((0.0, 0.0), (0.3, 0.15), (0.5, 0.27), (0.72, 0.5), (0.9, 0.65), (1.0, 1.0))
-"""Chance by the model → share of such moments that a shortage followed, within twenty seconds and within sixty, of the
-scenarios of `bench/risk_simulator.py` that are not held out."""
 _ROOT_2 = math.sqrt(2.0)
 _ROOT_2PI = math.sqrt(2.0 * math.pi)
 
@@ -42,7 +34,7 @@ class Spread:
 
 
 def filled_by(spread: Spread, capacity: float) -> tuple[float, ...]:
-    """Calibrated chance that the capacity was reached by each time; never falls."""
+    """Chance that the capacity was reached by each time; never falls."""
     room = capacity - spread.means[0]
     highest = 1.0 if room <= 0 else 0.0
     chances, passages, before = [highest], 0.0, 0.0
@@ -54,7 +46,7 @@ def filled_by(spread: Spread, capacity: float) -> tuple[float, ...]:
         passages += (spread.times[index] - spread.times[index - 1]) * (density + before) / 2
         before = density
         chances.append(max(highest, 1.0 - math.exp(-passages)))
-    return tuple(points_on_curve(chance, CALIBRATION) for chance in chances)
+    return tuple(chances)
 
 
 def time_of(chance: float, times: Sequence[float], chances: Sequence[float]) -> float | None:

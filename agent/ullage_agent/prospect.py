@@ -1,12 +1,14 @@
 """How likely present work and arrivals at the present pace fill the pool, and by when. Pure.
 
 Lengths are learned (`lengths.py`), the pace of arrivals is counted (`arrivals.py`), both are carried forward as a
-distribution (`projection.py`) whose first passage of the capacity is told (`passage.py`).
+distribution (`projection.py`) whose first passage of the capacity is told (`passage.py`) and brought to how often that
+came true (`calibration.py`).
 """
 
 from __future__ import annotations
 
 from ullage_agent.arrivals import ARRIVALS_S, admissions_held_up, mean_running, steady_arrivals
+from ullage_agent.calibration import calibrated
 from ullage_agent.forecast import Prospect
 from ullage_agent.lengths import MIN_FINISHED, Lengths
 from ullage_agent.passage import filled_by
@@ -27,7 +29,7 @@ def prospect(state: Snapshot, moments: Moments, lengths: Lengths) -> Prospect | 
     """
     recent = service(remember(moments[:-1], moments[-1], ARRIVALS_S))
     tokens, total, hot = state.block_tokens, state.total_blocks, state.hot_blocks
-    if recent is None or tokens is None or total is None or hot is None or state.running is None:
+    if recent is None or tokens is None or not total or hot is None or state.running is None:
         return None
     speed, arrivals, busy = recent.generated_tokens_per_s, steady_arrivals(moments), mean_running(moments)
     if not speed or arrivals is None or not busy:
@@ -45,9 +47,11 @@ def prospect(state: Snapshot, moments: Moments, lengths: Lengths) -> Prospect | 
     asked = 1.0 if load.waiting else ASKED_AT_ONCE
     rate = share * (arrivals.per_s if held_up is None else held_up)
     spread = project(load, lengths, HORIZON_S).spread(rate, share * arrivals.variance)
+    chances = filled_by(spread, total * tokens - asked * load.prompt_tokens)
+    wanted = load.held_tokens + load.waiting * load.prompt_tokens
     return Prospect(
         peak_blocks=max(spread.means) / tokens,
         times=tuple(spread.times),
-        chances=filled_by(spread, total * tokens - asked * load.prompt_tokens),
+        chances=tuple(calibrated(chance, min(1.0, wanted / (total * tokens))) for chance in chances),
         learned=lengths.count >= MIN_FINISHED,
     )

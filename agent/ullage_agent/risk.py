@@ -8,9 +8,9 @@ Terms:
     classic    `min(100, 100 * (0.6 * pressure + 0.4 * external))` with `pressure = hot / total` and external
                fragmentation of what can be handed out, cached blocks included: as they are no pressure, they are
                supply. With nothing to hand out it is 1.0.
-    forecast   how soon the pool can no longer serve what was admitted and what comes: the time by which that is as
-               likely as not, by `FORECAST_CURVE`, or its chance within a minute, by `CHANCE_CURVE`. While no lengths
-               were learned, the time by growth, and at most what `UNLEARNED_CURVE` or `UNOPPOSED_CURVE` allows.
+    forecast   whether the pool can soon no longer serve what was admitted and what comes: the chance of that within
+               half a minute, by `CHANCE_CURVE`. While no lengths were learned, the time by growth, by
+               `FORECAST_CURVE`, and at most what `UNLEARNED_CURVE` or `UNOPPOSED_CURVE` allows.
     thrash     work lost to preemption, over twenty seconds: preemptions per finished request by `PREEMPTION_CURVE`
                and recomputed tokens as a share of all by `RECOMPUTE_CURVE`; the greater counts.
     device     the tightest accelerator: free memory as a share of all but the KV pool, which is allocated for good,
@@ -36,9 +36,9 @@ FORECAST_CURVE: Curve = ((5.0, 100.0), (30.0, 85.0), (120.0, 50.0), (600.0, 0.0)
 
 30 s → 85 is where eviction starts by default: about as long as an eviction, its effect and one retry take.
 """
-CHANCE_CURVE: Curve = ((0.0, 0.0), (0.5, 60.0))
-"""Chance of exhaustion within a minute → points. From an even chance on, the time counts."""
-UNLEARNED_CURVE: Curve = ((0.4, 40.0), (0.8, 100.0))
+CHANCE_CURVE: Curve = ((0.0, 0.0), (0.72, 85.0), (1.0, 100.0))
+"""Chance of exhaustion within half a minute → points. At 0.72 false alarms are as rare as of a limit at 90 % usage."""
+UNLEARNED_CURVE: Curve = ((0.4, 40.0), (1.0, 100.0))
 """Hot share of the pool → most points of the forecast term while no lengths were learned: every pool that begins to
 serve fills fast at first, and growth alone can't tell a beginning from an end."""
 UNOPPOSED_CURVE: Curve = ((0.4, 40.0), (0.65, 100.0))
@@ -114,12 +114,13 @@ def classic(inputs: RiskInputs) -> float | None:
 
 
 def imminence(inputs: RiskInputs) -> float | None:
-    """Time to exhaustion and the chance of it; 0 when it was looked for and is not in sight."""
+    """Chance of exhaustion, or the time until it by growth; 0 when it was looked for and is not in sight."""
     forecast, state = inputs.forecast, inputs.snapshot
-    chance = points_on_curve(forecast.exhaustion_chance or 0.0, CHANCE_CURVE)
+    if forecast.exhaustion_chance is not None:
+        return points_on_curve(forecast.exhaustion_chance, CHANCE_CURVE)
     if forecast.exhaustion_p50_s is not None:
-        points = max(chance, points_on_curve(forecast.exhaustion_p50_s, FORECAST_CURVE))
-        if forecast.projected_peak_blocks is not None or not state.total_blocks or state.hot_blocks is None:
+        points = points_on_curve(forecast.exhaustion_p50_s, FORECAST_CURVE)
+        if not state.total_blocks or state.hot_blocks is None:
             return points
         unopposed = inputs.service is None or not inputs.service.finishes_per_s
         most = UNOPPOSED_CURVE if unopposed else UNLEARNED_CURVE
@@ -128,7 +129,7 @@ def imminence(inputs: RiskInputs) -> float | None:
     if supply is None:
         return None
     fits = demand is not None and demand <= supply
-    return chance if fits or forecast.growth_blocks_per_s is not None else None
+    return 0.0 if fits or forecast.growth_blocks_per_s is not None else None
 
 
 def thrash(inputs: RiskInputs) -> float | None:

@@ -136,7 +136,7 @@ class Forecast:
     """Most hot blocks that present work and arrivals at the present pace will hold within two minutes, by the
     lengths learned from finished requests; None until enough have finished."""
     exhaustion_chance: float | None = None
-    """0..1, of exhaustion within a minute by the same; None until enough have finished."""
+    """0..1, of exhaustion within half a minute by the same; None until enough have finished."""
     rank: str | None = None
     """Which rank this is about, where the engine has several: the one that runs out first."""
 
@@ -358,7 +358,7 @@ def _range_problem(message: object) -> str | None:
 _MAY_FALL = frozenset({"growth_blocks_per_s"})
 """The only numbers that may be negative."""
 
-_SHARES = frozenset({"recomputed_share", "prefix_hit_ratio", "psi_some_avg10", "psi_full_avg10"})
+_SHARES = frozenset({"recomputed_share", "prefix_hit_ratio", "psi_some_avg10", "psi_full_avg10", "exhaustion_chance"})
 """Numbers that are shares of a whole."""
 
 

@@ -140,6 +140,22 @@ async def test_exhaustion_appears_only_when_in_sight(clock: ManualClock) -> None
     assert found["llm_kv_growth_blocks_per_second", ()] == pytest.approx(5.0)
 
 
+async def test_the_chance_of_exhaustion_appears_once_lengths_are_learned(clock: ManualClock) -> None:
+    def at_work(second: int) -> Step:
+        counts = {"finished_total": 10 + second, "generated_tokens_total": 400 * second, "prompt_tokens_total": 9000}
+        pool = {"block_tokens": 16, "total_blocks": 1000, "hot_blocks": 300, "running": 20, "waiting": 0}
+        return Step(snapshot={**pool, **counts})
+
+    rig = scripted(clock, *(at_work(second) for second in range(12)))
+    chances = []
+    for _ in range(12):
+        await rig.poller.poll_once()
+        chances.append(rig.scrape().get(("llm_kv_exhaustion_chance", ())))
+        clock.advance(1.0)
+    assert chances[0] is None  # ten answers teach too little
+    assert chances[-1] is not None and 0.0 <= chances[-1] < 0.5  # a third of the pool in use, and level
+
+
 async def test_latency_quantiles_of_our_own_engine(engine: Any, clock: ManualClock) -> None:
     """What the engine observed since the window began, not since it started."""
     adapter = BUILTIN_ADAPTERS["ullage"](AdapterConfig(url=engine.url, clock=clock))

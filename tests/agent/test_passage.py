@@ -3,8 +3,7 @@ import random
 
 import pytest
 
-from ullage_agent.curve import points_on_curve
-from ullage_agent.passage import CALIBRATION, Spread, filled_by, time_of
+from ullage_agent.passage import Spread, filled_by, time_of
 
 
 def brownian(start: float, drift: float, variance: float, *, step: float = 1.0, forgetting: float = 0.0) -> Spread:
@@ -18,11 +17,6 @@ def brownian(start: float, drift: float, variance: float, *, step: float = 1.0, 
     )
 
 
-def uncalibrated(chance: float) -> float:
-    """The model's own chance: the calibration read backwards."""
-    return points_on_curve(chance, tuple((y, x) for x, y in CALIBRATION))
-
-
 @pytest.mark.parametrize("drift", [-0.5, 0.0, 0.5, 1.5])
 def test_a_brownian_motion_passes_as_theory_says(drift: float) -> None:
     room, end, deviation = 50.0, 60.0, math.sqrt(25.0 * 60.0)
@@ -31,7 +25,7 @@ def test_a_brownian_motion_passes_as_theory_says(drift: float) -> None:
         (-drift * end - room) / deviation
     )
     chances = filled_by(brownian(50.0, drift, 25.0), 100.0)
-    assert uncalibrated(chances[-1]) == pytest.approx(exact, abs=0.02)
+    assert chances[-1] == pytest.approx(exact, abs=0.02)
 
 
 def test_what_wavers_about_a_level_comes_to_the_brim_at_last() -> None:
@@ -50,7 +44,7 @@ def test_what_wavers_about_a_level_comes_to_the_brim_at_last() -> None:
     times = [float(second) for second in range(61)]
     variances = [deviation**2 * (1.0 - math.exp(-2 * forgetting * time)) for time in times]
     spread = Spread(times=times, means=[0.0] * 61, variances=variances, forgetting=forgetting)
-    assert 1.0 <= uncalibrated(filled_by(spread, room)[-1]) / (crossed / runs) <= 4 / 3
+    assert 1.0 <= filled_by(spread, room)[-1] / (crossed / runs) <= 4 / 3
 
 
 def test_a_full_pool_is_full_and_an_even_one_stays() -> None:

@@ -135,7 +135,7 @@ def test_forecast_term(forecast: Forecast, points: float | None) -> None:
 
 
 def test_the_greatest_term_is_score_and_winner() -> None:
-    outlook = Forecast(exhaustion_p50_s=5.0, projected_peak_blocks=1)
+    outlook = Forecast(exhaustion_chance=1.0)
     risk = assess(inputs(hot=128, total=256, available=128, largest=128, forecast=outlook))
     assert risk.terms == {"classic": 30.0, "forecast": 100.0}
     assert (risk.score, risk.winner) == (100.0, "forecast")
@@ -290,30 +290,34 @@ def test_host(group: Host | None, state: dict[str, int], points: float | None) -
 
 
 @pytest.mark.parametrize(
-    ("hot", "peak", "finishes", "points"),
+    ("hot", "finishes", "points"),
     [
-        (20, None, 1.0, 40.0),
-        (60, None, 1.0, 70.0),
-        (60, None, 0.0, 88.0),  # nothing has been seen that would stop it
-        (60, None, None, 88.0),
-        (80, None, 1.0, 100.0),
-        (20, 99, 1.0, 100.0),
+        (20, 1.0, 40.0),
+        (60, 1.0, 60.0),
+        (60, 0.0, 88.0),  # nothing has been seen that would stop it
+        (60, None, 88.0),
+        (85, 1.0, 85.0),
+        (100, 1.0, 100.0),
     ],
 )
-def test_growth_without_learned_lengths_counts_for_less(
-    hot: int, peak: int | None, finishes: float | None, points: float
-) -> None:
-    outlook = Forecast(exhaustion_p50_s=1.0, supply_blocks=1, projected_peak_blocks=peak)
+def test_growth_without_learned_lengths_counts_for_less(hot: int, finishes: float | None, points: float) -> None:
+    outlook = Forecast(exhaustion_p50_s=1.0, supply_blocks=1)
     found = served(finishes_per_s=finishes)
     assert imminence(inputs(hot=hot, total=100, forecast=outlook, service=found)) == pytest.approx(points)
 
 
-def test_a_chance_counts_before_it_is_likely() -> None:
-    def points(chance: float) -> float | None:
-        learned = {"growth_blocks_per_s": 0.0, "supply_blocks": 5, "projected_peak_blocks": 9}
-        return imminence(inputs(hot=1, total=10, forecast=Forecast(exhaustion_chance=chance, **learned)))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("chance", "points"), [(0.0, 0.0), (0.36, 42.5), (0.72, 85.0), (1.0, 100.0)])
+@pytest.mark.parametrize("p50", [None, 1.0])
+def test_of_learned_lengths_the_chance_alone_counts(chance: float, points: float, p50: float | None) -> None:
+    outlook = Forecast(exhaustion_chance=chance, exhaustion_p50_s=p50, growth_blocks_per_s=9.0, supply_blocks=5)
+    assert imminence(inputs(hot=1, total=10, forecast=outlook)) == pytest.approx(points)
 
-    assert (points(0.0), points(0.25), points(0.5)) == (0.0, 30.0, 60.0)
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_likelier_is_never_less_risky(one: float, other: float) -> None:
+    low, high = (imminence(inputs(forecast=Forecast(exhaustion_chance=c))) for c in sorted((one, other)))
+    assert low is not None and high is not None
+    assert 0.0 <= low <= high <= 100.0
 
 
 CURVES = [getattr(risk_module, name) for name in vars(risk_module) if name.endswith("_CURVE")]

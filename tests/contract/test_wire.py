@@ -63,7 +63,8 @@ reports = st.builds(
     terms=st.dictionaries(text, points, max_size=3),
     snapshot=st.none() | snapshots,
     fragmentation=st.none() | st.builds(Fragmentation, external=st.none() | st.floats(0, 1)),
-    forecast=st.none() | st.builds(Forecast, exhaustion_p50_s=amount, growth_blocks_per_s=st.none() | finite),
+    forecast=st.none()
+    | st.builds(Forecast, exhaustion_p50_s=amount, growth_blocks_per_s=st.none() | finite, exhaustion_chance=shares),
     service=st.none() | services,
     liveness=st.none() | livenesses,
     devices=st.lists(devices, max_size=3).map(tuple),
@@ -169,6 +170,7 @@ def test_an_older_peer_may_leave_out_what_came_later() -> None:
         ({"snapshot": {}}, "sampled_at"),
         ({"fragmentation": {"external": 1.5}}, "external"),
         ({"forecast": {"exhaustion_p50_s": -3.0}}, "exhaustion_p50_s"),
+        ({"forecast": {"exhaustion_chance": 1.01}}, "exhaustion_chance"),
         ({"service": {"window_s": 60.0, "prefix_hit_ratio": 1.5}}, "prefix_hit_ratio"),
         ({"liveness": {"state": "sleepy", "quiet_s": 1.0}}, "state"),
         ({"devices": [{"index": 0, "used_bytes": -1}]}, "used_bytes"),

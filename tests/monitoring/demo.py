@@ -102,6 +102,7 @@ def _forecast() -> wire.Forecast:
         demand_blocks=200,
         supply_blocks=120,
         projected_peak_blocks=1040,
+        exhaustion_chance=0.6,
     )
 
 
