@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ def plot_tradeoff(
     path: Path, curve: Sequence[tuple[float, float, str]], others: Sequence[tuple[float, float, str]], chosen: str
 ) -> None:
     """Recall in per cent against false alarms an hour: the score at every alarm level as a curve, others as points."""
-    right = 1.0 + max(x for x, _, _ in others)
+    right = float(math.ceil(max(x for x, _, _ in others)))
     inner_w, inner_h = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -80,7 +81,7 @@ def svg(
             f'<path d="M{MARGIN} {y:.1f}H{WIDTH - MARGIN}" stroke="#ddd"/><text x="8" y="{y + 4:.1f}">{value:g}</text>'
         )
         x = MARGIN + inner_w * step / 5
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 24}" text-anchor="middle">{right * step / 5:.0f}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 24}" text-anchor="middle">{round(right * step / 5, 1):g}</text>')
     parts.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 10}" text-anchor="end">{escape(unit)}</text>')
     y = float(place(0, level[0]).split(",")[1])
     parts.append(f'<path d="M{MARGIN} {y}H{WIDTH - MARGIN}" stroke="#c62828" stroke-dasharray="4 3"/>')
