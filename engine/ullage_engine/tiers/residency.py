@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ullage_engine.integrity import require
 from ullage_engine.pool import BlockPool
@@ -23,6 +22,7 @@ from ullage_engine.sequence import Sequence
 from ullage_engine.snapshot import TierState
 from ullage_engine.tiers import images
 from ullage_engine.tiers.base import Content, Image, OwnBlock, missing
+from ullage_engine.tiers.loads import Loads
 from ullage_engine.tiers.manager import Job, Result, Tier, TierManager
 from ullage_engine.tiers.packing import CellPacking
 from ullage_engine.tiers.transfer import TransferEngine
@@ -33,17 +33,6 @@ DEMOTE_S = 0.5
 """How long the step loop may wait for an operator's demotion."""
 CLOSE_S = 5.0
 """How long the end of the process may wait for copies to disk."""
-
-
-@dataclass(eq=False, slots=True)
-class Loading:
-    """A block on its way up, and who waits for it."""
-
-    content: Content
-    tier: Tier
-    waiters: list[Sequence] = field(default_factory=list)
-    job: Job | None = None
-    """None while the content comes from the disk to the host tier first."""
 
 
 class TieredResidency:
@@ -64,12 +53,7 @@ class TieredResidency:
         self._packing = packing
         self._wanted: OrderedDict[PrefixEntry, None] = OrderedDict()
         """Published blocks to store, in order."""
-        self._loading: dict[int, Loading] = {}
-        """By block."""
-        self._hopeless: list[int] = []
-        """Blocks for whose content there was no room on its way; they fail in the next step."""
-        self.failed: list[Sequence] = []
-        """Running sequences whose loads failed: what they hold is of no use, and `advance` hands them over."""
+        self._loads = Loads(pool, manager, self._submit, clock, arrived=self._arrived, lost=self.ended)
         pool.lower = self
 
     # -- the pool's side -----------------------------------------------------------------------------------------
@@ -103,46 +87,8 @@ class TieredResidency:
     def load(self, sequence: Sequence, entries: list[PrefixEntry]) -> None:
         for entry in reversed(entries):
             self.manager.touch(entry)
-        self._receive(sequence, [*missing(entries)])
-        for entry in entries:
-            if entry.block is not None:
-                self._wait_for(sequence, entry.block)
-
-    def _receive(self, sequence: Sequence, contents: list[Content]) -> list[int]:
-        """Blocks for content below, with one reference, and the copies that fill them."""
-        if not contents:
-            return []
-        now = self._clock()
-        tiers = {content: self.manager.where(content, now) or "disk" for content in contents}
-        blocks = dict(zip(contents, self._pool.receive([_entry(content) for content in contents]), strict=True))
-        for content, block in blocks.items():
-            self._loading[block] = Loading(content, tiers[content])
-        # first all that lie in host memory, which pins them there, then those that need room in it
-        jobs = [job for content in contents if (job := self._begin_load(blocks[content])) is not None]
-        jobs += [
-            job
-            for content in contents
-            if isinstance(content, PrefixEntry)
-            and not self.manager.known(content)
-            and (job := self.manager.fetch(content, now)) is not None
-        ]
-        for content, block in blocks.items():
-            self._wait_for(sequence, block)
-            if not self.manager.known(content):
-                self._hopeless.append(block)
-        self._submit(jobs)
-        return [*blocks.values()]
-
-    def _begin_load(self, block: int) -> Job | None:
-        loading = self._loading[block]
-        loading.job = self.manager.load(loading.content, block, self._clock())
-        return loading.job
-
-    def _wait_for(self, sequence: Sequence, block: int) -> None:
-        loading = self._loading.get(block)
-        if loading is not None and sequence not in loading.waiters:
-            loading.waiters.append(sequence)
-            sequence.loading += 1
+        self._loads.receive(sequence, [*missing(entries)])
+        self._loads.wait_for(sequence, [entry.block for entry in entries if entry.block is not None])
 
     def prefetch(self, entries: list[PrefixEntry]) -> None:
         now = self._clock()
@@ -151,12 +97,7 @@ class TieredResidency:
         self._submit([job for entry in away[: max(0, room)] if (job := self.manager.fetch(entry, now)) is not None])
 
     def left(self, sequence: Sequence) -> None:
-        for loading in self._loading.values() if sequence.loading else ():
-            if sequence in loading.waiters:
-                loading.waiters.remove(sequence)
-        sequence.loading = 0
-        if sequence in self.failed:  # whoever it goes to now, `advance` has nothing to hand over
-            self.failed.remove(sequence)
+        self._loads.left(sequence)
 
     def coming(self) -> int:
         now = self._clock()
@@ -207,12 +148,11 @@ class TieredResidency:
         if len(contents) + growth > self._pool.available - self._pool.idle(resident) - reserve:
             return False
         self._pool.share(resident)
-        own = dict(zip(contents, self._receive(sequence, contents), strict=True))
+        own = dict(zip(contents, self._loads.receive(sequence, contents), strict=True))
         table = [own.get(content, images.block_of(content)) for content in image.pieces]
         incoming = [own[packed] for packed in image.packed]
         sequence.restore(image, [block for block in table if block is not None], incoming)
-        for block in sequence.table:
-            self._wait_for(sequence, block)
+        self._loads.wait_for(sequence, sequence.table)
         if not sequence.loading:
             self.ended(sequence)
         return True
@@ -234,6 +174,11 @@ class TieredResidency:
     # -- the engine's side ---------------------------------------------------------------------------------------
 
     @property
+    def failed(self) -> list[Sequence]:
+        """Running sequences whose loads failed: what they hold is of no use, and `advance` hands them over."""
+        return self._loads.failed
+
+    @property
     def busy(self) -> bool:
         """Whether anything is under way that will end within its bound."""
         return self.manager.expected
@@ -243,8 +188,7 @@ class TieredResidency:
         self._take_in()
         self._store_wanted()
         self._submit(self.manager.spill(self._clock()))
-        failed, self.failed = self.failed, []
-        return failed
+        return self._loads.take_failed()
 
     def demote(self, count: int) -> list[PrefixEntry]:
         """Of the `count` coldest cached blocks, those that lie below too, after waiting for at most `DEMOTE_S`."""
@@ -294,10 +238,7 @@ class TieredResidency:
     # -- results -------------------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        # first, while certainly no copy was begun for them
-        for block in self._hopeless:
-            self._failed(block, at_once=True)
-        self._hopeless.clear()
+        self._loads.give_up_hopeless()
         now = self._clock()
         results = [self.manager.settle(done, now) for done in self._transfers.finished()]
         results += self.manager.expire(now)
@@ -307,62 +248,17 @@ class TieredResidency:
             if kind == "store" and (result.fault == "late") == result.job.abandoned:
                 self._pool.unpin(block)
             elif kind == "load":
-                self._load_ended(result)
+                self._loads.load_ended(result)
             elif kind == "fetch":
-                self._fetch_ended(result)
+                self._loads.fetch_ended(result)
 
-    def _load_ended(self, result: Result) -> None:
-        block = result.job.copy.block
-        if result.fault == "late":
-            self._failed(block, at_once=False)
-        elif result.job.abandoned:
-            self._pool.received(block, 0)
-        elif result.fault is not None:
-            self._failed(block, at_once=True)
-        else:
-            self._arrived(block)
-
-    def _fetch_ended(self, result: Result) -> None:
-        """What came from the disk goes on to whoever waits for it; what an abandoned fetch brought is gone already."""
-        content = result.job.content
-        if result.job.abandoned and result.fault != "late":
-            return
-        for block in [b for b, loading in self._loading.items() if loading.content is content and loading.job is None]:
-            job = self._begin_load(block)
-            if job is None:
-                self._failed(block, at_once=True)
-            else:
-                self._submit([job])
-
-    def _arrived(self, block: int) -> None:
-        loading = self._loading.pop(block)
-        content = loading.content
-        filled = content.filled if isinstance(content, OwnBlock) else self._pool.block_tokens
-        self._pool.received(block, filled)
-        self.manager.tally[loading.tier].hit_tokens += filled * len(loading.waiters)
-        for sequence in loading.waiters:
-            sequence.loading -= 1
-            if not sequence.loading:
-                self._complete_again(sequence)
-
-    def _complete_again(self, sequence: Sequence) -> None:
+    def _arrived(self, sequence: Sequence) -> None:
         """All that a sequence waited for is there."""
         image = sequence.image
         if image is not None and image.cells is not None and self._packing is not None:
             sequence.cells = self._packing.unpack(image.cells, sequence.incoming)
             sequence.incoming = []
         self.ended(sequence)
-
-    def _failed(self, block: int, *, at_once: bool) -> None:
-        """What a block waits for will not come; without `at_once` a late copy may still write to it."""
-        loading = self._loading.pop(block)
-        self._pool.withdraw(block)
-        for sequence in [*loading.waiters]:
-            self.left(sequence)
-            self.ended(sequence)
-            self.failed.append(sequence)
-        if at_once:
-            self._pool.received(block, 0)
 
     # -- stores --------------------------------------------------------------------------------------------------
 
@@ -375,7 +271,7 @@ class TieredResidency:
 
     def _store(self, entry: PrefixEntry) -> bool:
         """Begin to store a published block; False: it needs no copy, or can't have one."""
-        if entry.block is None or self.manager.known(entry) or entry.block in self._loading:
+        if entry.block is None or self.manager.known(entry) or self._loads.loading(entry.block):
             return False
         jobs = self.manager.store({entry: entry.block}, self._clock())
         if jobs is None:
@@ -401,18 +297,10 @@ class TieredResidency:
             IntegrityError: they contradict each other.
         """
         self.manager.check_integrity()
-        for sequence in sequences:
-            waits = sum(sequence in loading.waiters for loading in self._loading.values())
-            require(waits == sequence.loading, f"{sequence.request_id} waits for {waits}, counts {sequence.loading}")
         own = {own for sequence in sequences if sequence.image is not None for own in sequence.image.own}
         kept = {record.content for record in self.manager.host if isinstance(record.content, OwnBlock)}
         require(kept <= own, "a slot keeps a block of a sequence that is gone")
-        for block, loading in self._loading.items():
-            require(self._pool.states()[block] == "L", f"block {block} is not loading")
-            require(
-                all(block in waiter.table + waiter.incoming for waiter in loading.waiters),
-                f"block {block} has idle waiters",
-            )
+        self._loads.check_integrity(sequences)
 
 
 def _warn(failures: list[Result]) -> None:
@@ -421,7 +309,3 @@ def _warn(failures: list[Result]) -> None:
     for (kind, fault), message in kinds.items():
         count = sum((result.job.copy.kind, result.fault) == (kind, fault) for result in failures)
         log.warning("%s of %d KV blocks failed (%s): %s", kind, count, fault, message)
-
-
-def _entry(content: Content) -> PrefixEntry | None:
-    return content if isinstance(content, PrefixEntry) else None
