@@ -306,7 +306,7 @@ def test_the_loop_sleeps_while_a_load_is_under_way_and_wakes_when_it_ends() -> N
     loop.submit(request("other", [2, 2], 3), other)
     assert [o.token for o in other.wait()] == expected_tokens([2, 2], 3, 5)
     assert not second.outputs
-    assert loop.snapshot().blocks.in_flight == 4
+    assert loop.snapshot().blocks.in_flight >= 4, "the other request's block may be on its way down besides"
     gate.set()
     assert [o.token for o in second.wait()] == expected_tokens([*[1, 2, 3, 4] * 4, 0], 2, 5)
     passes = (time.monotonic() - began) / IDLE_PASS_S
