@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import queue
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import make_engine
+from small_engine import engine_around, make_engine
 from test_fused import tiny
 
 from ullage_engine.engine import Engine
@@ -26,7 +28,7 @@ from ullage_engine.prefix import PrefixIndex
 from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from ullage_engine.runner import ModelRunner
 from ullage_engine.sequence import Sequence
-from ullage_engine.speculation.assemble import check_vocabulary
+from ullage_engine.speculation.assemble import check_vocabulary, make_speculator
 from ullage_engine.speculation.base import Draft, Proposer
 from ullage_engine.speculation.control import Costs
 from ullage_engine.speculation.draft import DraftModelProposer
@@ -291,23 +293,77 @@ def save(folder: Path, words: str) -> str:
     return str(folder)
 
 
-def test_an_engine_with_a_draft_model_is_built_and_answers(tmp_path: Path) -> None:
+def answer(core: Any, prompt: tuple[int, ...], count: int) -> list[int]:
+    """Greedy, of a running engine."""
+    outputs: queue.Queue[TokenOutput] = queue.Queue()
+    sampling = SamplingParams(max_tokens=count, temperature=0)
+    core.submit(GenerationRequest(request_id="r", prompt=prompt, sampling=sampling), outputs.put)
+    tokens: list[int] = []
+    while True:
+        output = outputs.get(timeout=60)
+        assert output.error is None
+        tokens.extend([] if output.token is None else [output.token])
+        if output.finish_reason is not None:
+            return tokens
+
+
+def test_engines_are_built_to_speculate_and_answer(tmp_path: Path) -> None:
     from ullage_engine.build import build_engine
     from ullage_engine.config import EngineConfig
 
     model = save(tmp_path / "target", "abcdefgh")
-    config = EngineConfig(
-        model=model, kv_memory=1 << 20, dtype="float32", threads=1, speculation="draft", draft_model=model
-    )
-    plain = EngineConfig(model=model, kv_memory=1 << 20, dtype="float32", threads=1)
-    blocks = []
-    for one in (config, plain):
-        engine = build_engine(one)
+    blocks, answers = {}, {}
+    for kind in ("off", "ngram", "draft"):
+        draft = model if kind == "draft" else None
+        config = EngineConfig(
+            model=model,
+            kv_memory=1 << 20,
+            dtype="float32",
+            threads=1,
+            numerics="invariant",
+            speculation=kind,  # type: ignore[arg-type]
+            draft_model=draft,
+            max_sequences=8,
+        )
+        engine = build_engine(config)
         try:
-            blocks.append(engine.core.snapshot().blocks.total)
+            answers[kind] = answer(engine.core, (1, 2, 3), 50)
+            blocks[kind] = engine.core.snapshot().blocks.total
         finally:
             engine.close()
-    assert blocks[0] == blocks[1] // 2, "the draft's cache is part of the memory given"
+    assert answers["ngram"] == answers["draft"] == answers["off"]
+    assert blocks["draft"] == blocks["ngram"] // 2, "the draft's cache is part of the memory given"
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft"])
+def test_what_the_settings_ask_for_drafts(target: Any, kind: str) -> None:
+    from ullage_engine.config import EngineConfig
+
+    draft = "d" if kind == "draft" else None
+    config = EngineConfig(model="m", block_size=8, speculation=kind, draft_model=draft)  # type: ignore[arg-type]
+
+    def runner() -> ModelRunner:
+        shape = shape_of(target.config)
+        layout = CacheLayout(shape.layers, shape.kv_heads, shape.head_size, 8, "fp8")
+        return ModelRunner(target, BlockStore(layout, 60), torch.device("cpu"), invariant=True)
+
+    durations, ends = itertools.cycle([1.0] * 4 + [0.1] * (kind == "draft")), itertools.cycle([False, True])
+    now = 0.0
+
+    def clock() -> float:
+        """A second for a step of the target, a tenth for one of the draft."""
+        nonlocal now
+        now += next(durations) if next(ends) else 0.0
+        return now
+
+    drafting = runner() if kind == "draft" else None
+    made = make_speculator(config, runner(), drafting, vocabulary=VOCABULARY, clock=clock)
+    engine = engine_around(runner(), speculator=made)
+    sampling = SamplingParams(max_tokens=60, temperature=0)
+    assert run(engine, sampling, prompts()) == run(engine_around(runner()), sampling, prompts())
+    counters = engine.snapshot(None, draining=False).counters
+    assert counters.accepted_tokens > 0
+    assert kind == "ngram" or counters.accepted_tokens == counters.drafted_tokens
 
 
 def test_a_draft_model_of_another_vocabulary_ends_the_start(tmp_path: Path) -> None:

@@ -89,12 +89,23 @@ def check_vocabulary(target: dict[str, int], draft: dict[str, int]) -> None:
 
 
 def make_speculator(
-    config: EngineConfig, target: ModelRunner, draft: ModelRunner | None, *, vocabulary: int
+    config: EngineConfig,
+    target: ModelRunner,
+    draft: ModelRunner | None,
+    *,
+    vocabulary: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Speculator | None:
-    """The speculator that the settings ask for; both runners' stores must be unused yet."""
+    """The speculator that the settings ask for.
+
+    Args:
+        target, draft: what costs are measured on; their stores must be unused yet.
+        vocabulary: width of the target's logits.
+        clock: seconds.
+    """
     if config.speculation == "off":
         return None
-    costs = measure_costs(target, draft)
+    costs = measure_costs(target, draft, clock)
     log.info(
         "speculation: a row costs %.3f of a step, over 1,000 cached tokens %.3f more, a drafting pass %.3f",
         costs.row,
@@ -109,9 +120,7 @@ def make_speculator(
     return Speculator(proposer, costs, longest=config.speculation_tokens)
 
 
-def measure_costs(
-    target: ModelRunner, draft: ModelRunner | None, clock: Callable[[], float] = time.perf_counter
-) -> Costs:
+def measure_costs(target: ModelRunner, draft: ModelRunner | None, clock: Callable[[], float]) -> Costs:
     """Costs on this machine, from steps of one row and of `ROWS`, over no context and over up to `CONTEXT` tokens."""
     layout, blocks = target.store.layout, target.store.data.shape[0]
     context = min(CONTEXT, blocks * layout.block_tokens - ROWS)
