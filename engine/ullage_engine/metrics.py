@@ -191,7 +191,7 @@ class StepMetrics:
         )
         self.tokens = Histogram(
             PREFIX + "step_tokens",
-            "Tokens computed in a step, prefill and decode together.",
+            "Tokens computed in a step: prefill, decode and drafts.",
             buckets=_COUNT_BUCKETS,
             registry=registry,
         )

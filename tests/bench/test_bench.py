@@ -85,3 +85,17 @@ def test_returning_turns_are_those_after_the_first() -> None:
     run = Run([Turn(0, 0, 5.0, [1]), Turn(1, 1, 1.0, [4]), Turn(1, 0, 5.0, [3]), Turn(0, 1, 2.0, [2])])
     assert sorted(run.returning()) == [1.0, 2.0]
     assert run.answers() == [[1], [2], [3], [4]]
+
+
+def test_ratios_of_speculation_are_of_tokens_per_second() -> None:
+    import speculation
+
+    plain = speculation.Run(seconds=10.0, tokens=100, steps=100, drafted=0, accepted=0)
+    found = speculation.summary(
+        {"copy": (plain, speculation.Run(seconds=4.0, tokens=80, steps=20, drafted=90, accepted=60))}
+    )
+    assert found["ratio_copy"] == 2.0
+    assert found["acceptance"] == {"copy": 0.667}
+    assert found["tokens_per_step"] == {"copy": 4.0}
+    assert found["tokens_per_s"] == {"copy": [10.0, 20.0]}
+    assert speculation.summary({"free": (plain, plain)})["acceptance"] == {"free": 0.0}

@@ -37,7 +37,7 @@ from ullage_engine.speculation.speculator import Speculator
 from ullage_engine.store import BlockStore
 
 VOCABULARY = 256
-COUNT = 24
+COUNT = 16
 SAMPLINGS = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2},

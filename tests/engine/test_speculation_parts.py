@@ -29,7 +29,7 @@ SAMPLINGS = {
     "nucleus": SamplingParams(max_tokens=1, temperature=1.3, top_p=0.85),
     "few": SamplingParams(max_tokens=1, top_p=0.5),
 }
-TRIALS = 6000
+TRIALS = 4000
 
 
 def row_of(logits: torch.Tensor) -> Row:
