@@ -102,8 +102,6 @@ class BudgetTally:
     blocks: int = 0
     entries: dict[str, int] = field(default_factory=dict)
     """Rows of single heads that were dropped, by policy."""
-    reread_tokens: int = 0
-    """Tokens that readers computed."""
 
 
 class BudgetKeeper:
@@ -118,20 +116,30 @@ class BudgetKeeper:
         self.tally = BudgetTally()
 
     def keep(self) -> list[Sequence]:
-        """Do what is due between two steps; returns sequences whose content was lost in it."""
+        """Do what is due between two steps; returns sequences whose content was lost in it.
+
+        A policy that fails costs nothing but the cut: its sequence goes on with all that it has.
+        """
         lost = []
         for sequence in tuple(self._scheduler.running):
             try:
+                self._tend(sequence)
+            except Exception as error:
+                log.exception("request %s could not be cut to its budget", sequence.request_id)
+                sequence.settled_at = sequence.kept_tokens
                 if self._reading is not None and self._reading.sequence is sequence:
-                    self._go_on(self._reading)
-                elif not sequence.reads:
-                    self._settle(sequence)
-            except RowsLost:
-                log.exception("request %s lost its keys and values", sequence.request_id)
-                lost.append(sequence)
+                    self._stop(self._reading)
+                if isinstance(error, RowsLost):
+                    lost.append(sequence)
         if self._reading is not None and self._reading.sequence not in self._scheduler.running:
             self._stop(self._reading)
         return lost
+
+    def _tend(self, sequence: Sequence) -> None:
+        if self._reading is not None and self._reading.sequence is sequence:
+            self._go_on(self._reading)
+        elif sequence.reads is None:
+            self._settle(sequence)
 
     # -- cuts ----------------------------------------------------------------------------------------------------
 
@@ -201,7 +209,6 @@ class BudgetKeeper:
         reader = _reader(reading.sequence, part, watch)
         if isinstance(watch, RereadWatch):
             watch.reader = _Grid(reader, self._store.cell_grid)
-        self.tally.reread_tokens += len(part.tokens) - reader.computed
         self._scheduler.read(reader)
         reading.reader = reader
 

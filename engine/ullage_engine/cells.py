@@ -65,6 +65,7 @@ class CellPool:
         return self._classes
 
     def used_in(self, block: int) -> int:
+        """Cells of a split block that a sequence holds."""
         return self._used[block]
 
     def needed_blocks(self, counts: Sequence[int]) -> int:

@@ -216,12 +216,15 @@ class EngineLoop:
         return self._call(self._block_map, timeout_s=5.0)
 
     def _block_map(self) -> BlockMap:
-        pool = self._engine.pool
+        pool, cells = self._engine.pool, self._engine.scheduler.cells
+        filled = pool.fills()
+        for block in cells.blocks:
+            filled[block] = cells.used_in(block) * pool.block_tokens // cells.cells_per_block
         return BlockMap(
             sequence=self._snapshot.sequence,
             block_tokens=pool.block_tokens,
             states=pool.states(),
-            filled=tuple(pool.fills()),
+            filled=tuple(filled),
             refs=tuple(pool.counts()),
         )
 

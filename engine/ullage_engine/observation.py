@@ -38,7 +38,9 @@ class QueryWatch:
         before = self.found.get(layer)
         vectors = queries.float()
         if before is not None:
-            vectors, positions = torch.cat([before.vectors, vectors]), torch.cat([before.positions, positions])
+            earlier = before.positions < first  # a step that failed is computed again
+            vectors = torch.cat([before.vectors[earlier], vectors])
+            positions = torch.cat([before.positions[earlier], positions])
         self.found[layer], self.rules[layer] = Queries(vectors, positions), rule
 
 

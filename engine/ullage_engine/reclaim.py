@@ -6,7 +6,6 @@ keeps the totals and says what was really freed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,8 +18,6 @@ from ullage_engine.request import Destination
 from ullage_engine.scheduler import Scheduler
 from ullage_engine.snapshot import CellCounts, CompactionReport, EvictionReport, Fragmentation
 from ullage_engine.tiers.residency import TieredResidency
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -238,6 +238,23 @@ def test_a_request_that_ends_while_it_is_read_leaves_nothing(model: Any, steps: 
     assert engine.scheduler.running == []
 
 
+def test_a_policy_that_fails_costs_nothing_but_the_cut(model: Any) -> None:
+    class Broken:
+        name = "broken"
+        needs = policies.Needs.QUERIES
+
+        def score(self, view: policies.SequenceView) -> torch.Tensor:
+            raise ValueError("no scores today")
+
+    kept = Retention(policies={"broken": Broken()}, policy="broken", budget=KvBudget(tokens=64))
+    engine = make_engine(model, "fp8", size=16, budget=96, retention=kept)
+    outputs = {name: ask(engine, name, PROMPT[:200], 10) for name in "ab"}
+    finish(engine)
+    for received in outputs.values():
+        assert len(received) == 10
+        assert received[-1].dropped_tokens == 0
+
+
 def test_what_a_reader_cannot_compute_costs_its_sequence_nothing_but_the_cut(model: Any) -> None:
     engine = engine_of(model)
     outputs = ask(engine, "a", PROMPT, 10, 100, "reconstruct")

@@ -129,6 +129,25 @@ class CellMachine(RuleBasedStateMachine):
         if kept:
             self.held.append(kept)
 
+    @rule(budget=st.integers(0, 5))
+    def mend(self, budget: int) -> None:
+        """As many blocks as counts by class allow become whole, by moves within classes into free cells."""
+        used, spare = self.cells.used_by_class(), self.cells.spare_blocks()
+        classes = [set(places) for places in self.cells.classes]
+        needed = max(-(-count // len(places)) for count, places in zip(used, classes, strict=True))
+        assert spare == self.cells.usage().blocks - needed
+        moves = self.cells.mending()
+        assert len(moves) == spare
+        for one in moves[:budget]:
+            place = {cell: cell % self.cells.cells_per_block for pair in one.items() for cell in pair}
+            assert all(any({place[a], place[b]} <= places for places in classes) for a, b in one.items())
+            free = self.pool.free
+            assert self.cells.move(one) == 1
+            assert self.pool.free == free + 1
+            for table in self.held:
+                table[:] = [one.get(cell, cell) for cell in table]
+        assert self.cells.spare_blocks() == max(0, spare - budget)
+
     @rule()
     def dense_sequence_takes_a_block(self) -> None:
         if self.pool.available:

@@ -27,7 +27,7 @@ class BlockMap:
     states: str
     """One letter a block: `F` free, `A` active, `C` cached, `S` storing, `L` loading."""
     filled: tuple[int, ...]
-    """Slots that hold a token, 0..`block_tokens`."""
+    """Slots that hold a token, 0..`block_tokens`; of split blocks the share of cells in use."""
     refs: tuple[int, ...]
     """Sequences that refer to the block."""
 
