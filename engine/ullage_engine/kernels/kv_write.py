@@ -12,7 +12,9 @@ from ullage_engine.kernels.targets import Target, side
 from ullage_engine.kernels.view import LayerView
 from ullage_engine.quant import quantise
 
-WARPS = 4
+THREAD = 8
+"""Elements of keys, and as many of values, that one thread writes: sixteen bytes of bfloat16. With twice as many, ptxas
+spills around the divisions on some targets."""
 INPUTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -59,7 +61,7 @@ def kernel(
 
     write[(-(-rows // constants["ROWS"]),)](
         view.data, slots, keys, values, centre, slots.numel(), view.block_bytes, view.layer_offset,
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), **constants, num_warps=WARPS,
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), **constants, num_warps=_warps(target),
     )  # fmt: skip
 
 
@@ -75,9 +77,13 @@ def builds(serving: Serving, target: Target) -> list[Build]:
     }  # fmt: skip
     constants = _constants(serving.view, target)
     return [
-        Build("kv_write", write, arguments, {**constants, "centre_ptr": None}, WARPS),
-        Build("kv_write/centred", write, {**arguments, "centre_ptr": "*fp32:16"}, constants, WARPS),
+        Build("kv_write", write, arguments, {**constants, "centre_ptr": None}, _warps(target)),
+        Build("kv_write/centred", write, {**arguments, "centre_ptr": "*fp32:16"}, constants, _warps(target)),
     ]
+
+
+def _warps(target: Target) -> int:
+    return min(8, target.tile // (THREAD * target.warp_size))
 
 
 def _constants(view: LayerView, target: Target) -> dict[str, Any]:

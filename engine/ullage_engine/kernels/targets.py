@@ -29,7 +29,7 @@ class Target:
     native_e4m3: bool
     """Whether instructions convert from and to OCP e4m3 (gfx942 knows another float8 with other numbers)."""
     tile: int = 2048
-    """Elements that one program of a copying kernel takes: 16 registers a thread of four warps."""
+    """Elements that one program of a copying kernel takes: 16 registers of each of 128 threads."""
 
 
 TARGETS = (
