@@ -107,7 +107,7 @@ def jobs(reduced: bool, targets: set[str], kernels: set[str]) -> Iterator[Job]:
 
 def _identity(build: Build) -> tuple[Any, ...]:
     parts = (sorted(build.arguments.items()), sorted(build.constants.items()))
-    return build.name, repr(parts), build.num_warps, build.num_stages
+    return build.name, repr(parts), build.num_warps, build.num_stages, build.max_registers
 
 
 def run(job: Job) -> Outcome:
@@ -152,6 +152,8 @@ def compiled(build: Build, target: Target) -> tuple[int, int, int]:
     )
     triton.knobs.nvidia.dump_ptxas_log = True
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    if build.max_registers:
+        options["maxnreg"] = build.max_registers
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         made = triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp_size), options=options)

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import LAYER, block_tables, cell_tables, exact, filled_store
+from attention_cases import LAYER, Rows, block_tables, cell_tables, exact, filled_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ullage_engine.attention import Batch, Part, paged_attention
 from ullage_engine.kernels import key_scores, merge, paged_decode, paged_prefill
 from ullage_engine.kernels.paged_decode import GROUP_TOKENS, alike
 from ullage_engine.kernels.tables import BlockTables, CellTables, Chunks
 from ullage_engine.layout import CacheLayout
+from ullage_engine.store import BlockStore
 
 LENGTHS = [1, 15, 16, 17, 40, 130]
 layouts = st.builds(
@@ -245,6 +247,31 @@ def test_a_sequence_without_rows_gets_nothing(sinks: torch.Tensor | None) -> Non
         paged_decode.reference(store.views[LAYER], tables, torch.ones(1, 2, 32), out, logs, scaling=1.0, sinks=sinks)
         assert out.eq(0).all()
         assert logs is None or torch.equal(logs[0], torch.full((2,), -torch.inf) if sinks is None else sinks)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_sinks_that_transformers_passes_count(count: int) -> None:
+    """gpt-oss gives them as `s_aux`, one logit a head."""
+    layout = CacheLayout(2, 2, 32, 16, "fp32")
+    store = BlockStore(layout, 1)
+    query, key, value = torch.randn(3, 1, 2, count, 32, generator=torch.Generator().manual_seed(0))
+    one = torch.tensor([0])
+    tables = BlockTables(one, torch.tensor([[0]]), torch.tensor([[0]]), one + 1, one)
+    chunks = Chunks(tables, torch.tensor([count]), count, torch.arange(count))
+    part = Part(tables if count == 1 else chunks)
+    sinks = torch.tensor([3.0, -1.0])
+    out, _ = paged_attention(
+        Module(), query, key, value, None,
+        scaling=0.2, ullage_batch=Batch(store, torch.arange(count), (part,)), s_aux=sinks.bfloat16(),
+    )  # fmt: skip
+    rows = [Rows(key[0, h].double(), value[0, h].double(), torch.arange(count)) for h in range(2)]
+    for i in range(count):
+        wanted, _, _ = exact(query[0, :, i], rows, i, scaling=0.2, sinks=sinks)
+        assert close(out[0, i], wanted, 4)
+
+
+class Module(torch.nn.Module):
+    layer_idx = LAYER
 
 
 def test_decoding_sequences_are_grouped_by_context_and_bounded() -> None:

@@ -50,6 +50,8 @@ class Build:
     """Value by `tl.constexpr` argument; arguments that are None are here too."""
     num_warps: int
     num_stages: int = 1
+    max_registers: int | None = None
+    """Of a thread, which the launcher asks for too; None: the compiler's choice."""
 
 
 class Operation(Protocol):

@@ -39,6 +39,26 @@ struct Cells {
   int64_t block_bytes, layer_offset, cell_bytes, k_codes, k_scales, v_codes, v_scales;
   int32_t kv_heads, head_size, block_tokens, group, kind;
 };
+
+// What decode reads and writes; `tables` says what the tables hold. Strides are in elements, those of a head 0 where all heads
+// share; 0 for what may be missing: window, softcap, sinks, lse.
+struct Reading {
+  const int64_t *table;  // [count, width] blocks, or [count, kv_heads, width] bytes to cells
+  int64_t table_row, table_head;
+  const int64_t *rows;
+  int64_t rows_row, rows_head;
+  const int64_t *starts;  // with a window: positions of blocks' first rows,
+  const int32_t *known;   // or of all rows of cells
+  int64_t starts_row, starts_head;
+  const int64_t *at, *positions;  // [count]
+  const void *query;
+  void *out;
+  float *lse;
+  const float *sinks;
+  int64_t query_row, out_row, lse_row, count, heads, window;
+  float scaling, softcap;
+  int32_t cells, type, out_type, threads;
+};
 }
 
 namespace {
@@ -338,15 +358,6 @@ inline void cell_values(const Cells &c, const uint8_t *at, const float *weights,
   }
 }
 
-struct Reading {
-  const int64_t *tables, *starts;  // [N, width]
-  int64_t width;
-  const int64_t *rows, *positions;  // [N] rows to see, and the query's position
-  int64_t window;                   // 0: none
-  float scaling, softcap;           // softcap 0: none
-  int32_t type;                     // of queries and results
-};
-
 inline f32 get(const void *from, int64_t at, int32_t type) {
   return type == B16 ? load_bf16((const uint16_t *)from + at) : load<f32>((const float *)from + at);
 }
@@ -355,78 +366,97 @@ inline void put(void *to, int64_t at, f32 value, int32_t type) {
   else store((float *)to + at, value);
 }
 
-// Softmax of one head's logits in place, without its division; returns 1 / sum.
-inline float probabilities(float *logits, int64_t rows, int64_t padded) {
+// Softmax of one head's logits in place, without its division: returns the sum's inverse, and its logarithm in `lse`. A sink
+// is one more logit; without rows and sink the sum is 0, and so is what it divides.
+inline float probabilities(float *logits, int64_t rows, int64_t padded, const float *sink, float &lse) {
   for (int64_t r = rows; r < padded; r++) logits[r] = -INFINITY;
   f32 top = all(-INFINITY);
   for (int64_t r = 0; r < padded; r += LANES) {
     f32 value = load<f32>(logits + r);
     top = choose(value > top, value, top);
   }
-  float most = -INFINITY;
+  float most = sink ? *sink : -INFINITY;
   for (int i = 0; i < LANES; i++) most = top[i] > most ? top[i] : most;
-  f32 total = {};
+  if (most == -INFINITY) most = 0.0f;
+  f32 parts = {};
   for (int64_t r = 0; r < padded; r += LANES) {
     f32 p = exponential(load<f32>(logits + r) - most);
     store(logits + r, p);
-    total += p;
+    parts += p;
   }
-  return 1.0f / sum(total);
+  float total = sum(parts);
+  if (sink) total += std::exp(*sink - most);
+  lse = most + std::log(total);
+  return total == 0.0f ? 0.0f : 1.0f / total;
 }
 
-// G query heads of KV head h of sequence n: their queries begin at element `from` of `query`, their results at `to` of `out`.
+// Logits of what is out of the window become -infinity.
+inline void out_of_window(const Cells &c, const Reading &in, int64_t n, int64_t h, int64_t b, int64_t here, float *logits,
+                          int64_t stride, int heads) {
+  const int64_t at = n * in.starts_row + h * in.starts_head;
+  for (int64_t r = 0; r < here; r++) {
+    int64_t position = in.cells ? in.known[at + b * c.block_tokens + r] : in.starts[at + b] + r;
+    if (in.positions[n] - position >= in.window)
+      for (int g = 0; g < heads; g++) logits[g * stride + r] = -INFINITY;
+  }
+}
+
+// G query heads from `head` on, of KV head h of sequence n.
 template <Kind kind, int D, int G>
-void decode_heads(const Cells &c, const Reading &in, int64_t n, int64_t h, const void *query, int64_t from, void *out,
-                  int64_t to, std::vector<float> &space) {
+void decode_heads(const Cells &c, const Reading &in, int64_t n, int64_t h, int64_t head, std::vector<float> &space) {
   const int size = D ? D : c.head_size;
-  const int64_t rows = in.rows[n], blocks = (rows + c.block_tokens - 1) / c.block_tokens;
+  const int64_t from = in.at[n] * in.query_row + head * size, to = in.at[n] * in.out_row + head * size;
+  const int64_t rows = in.rows[n * in.rows_row + h * in.rows_head], blocks = (rows + c.block_tokens - 1) / c.block_tokens;
   const int64_t stride = (blocks * c.block_tokens + LANES - 1) / LANES * LANES;
   space.resize(G * (stride + 2 * size));
   float *logits = space.data(), *q = logits + G * stride, *sums = q + G * size;
   for (int i = 0; i < G * size; i += LANES) {
-    store(q + i, get(query, from + i, in.type) * (in.scaling * Codes<kind>::HALF));
+    store(q + i, get(in.query, from + i, in.type) * (in.scaling * Codes<kind>::HALF));
     store(sums + i, f32{});
   }
-  const int64_t *table = in.tables + n * in.width, *starts = in.starts + n * in.width;
+  const int64_t *table = in.table + n * in.table_row + h * in.table_head;
   for (int64_t b = 0; b < blocks; b++) {
     int64_t here = rows - b * c.block_tokens < c.block_tokens ? rows - b * c.block_tokens : c.block_tokens;
-    cell_logits<kind, D, G>(c, cell(c, table[b], h), q, here, logits + b * c.block_tokens, stride);
+    float *some = logits + b * c.block_tokens;
+    cell_logits<kind, D, G>(c, in.cells ? c.data + table[b] : cell(c, table[b], h), q, here, some, stride);
     if (in.softcap > 0)
       for (int g = 0; g < G; g++)
-        for (int64_t r = b * c.block_tokens; r < b * c.block_tokens + here; r++)
-          logits[g * stride + r] = in.softcap * std::tanh(logits[g * stride + r] / in.softcap);
-    if (in.window)
-      for (int64_t r = 0; r < here; r++)
-        if (in.positions[n] - (starts[b] + r) >= in.window)
-          for (int g = 0; g < G; g++) logits[g * stride + b * c.block_tokens + r] = -INFINITY;
+        for (int64_t r = 0; r < here; r++)
+          some[g * stride + r] = in.softcap * std::tanh(some[g * stride + r] / in.softcap);
+    if (in.window) out_of_window(c, in, n, h, b, here, some, stride, G);
   }
   float share[G];
-  for (int g = 0; g < G; g++) share[g] = probabilities(logits + g * stride, rows, stride) * Codes<kind>::HALF;
+  for (int g = 0; g < G; g++) {
+    float lse;
+    const float *sink = in.sinks ? in.sinks + head + g : nullptr;
+    share[g] = probabilities(logits + g * stride, rows, stride, sink, lse) * Codes<kind>::HALF;
+    if (in.lse) in.lse[in.at[n] * in.lse_row + head + g] = lse;
+  }
   for (int64_t b = 0; b < blocks; b++) {
     int64_t here = rows - b * c.block_tokens < c.block_tokens ? rows - b * c.block_tokens : c.block_tokens;
-    cell_values<kind, D, G>(c, cell(c, table[b], h), logits + b * c.block_tokens, stride, here, sums);
+    const uint8_t *at = in.cells ? c.data + table[b] : cell(c, table[b], h);
+    cell_values<kind, D, G>(c, at, logits + b * c.block_tokens, stride, here, sums);
   }
   for (int g = 0; g < G; g++)
-    for (int d = 0; d < size; d += LANES) put(out, to + g * size + d, load<f32>(sums + g * size + d) * share[g], in.type);
+    for (int d = 0; d < size; d += LANES)
+      put(in.out, to + g * size + d, load<f32>(sums + g * size + d) * share[g], in.out_type);
 }
 
-template <Kind kind, int D>
-void decode(const Cells &c, const Reading &in, int64_t count, const void *query, int64_t q_row, const int64_t *at, void *out,
-            int64_t out_row, int64_t heads, int threads) {
-  const int64_t size = c.head_size, repeat = heads / c.kv_heads;
-#pragma omp parallel num_threads(threads) if (count * c.kv_heads > 1)
+template <Kind kind, int D> void decode(const Cells &c, const Reading &in) {
+  const int64_t repeat = in.heads / c.kv_heads;
+#pragma omp parallel num_threads(in.threads) if (in.count * c.kv_heads > 1)
   {
     std::vector<float> space;
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < count * c.kv_heads; task++) {
+    for (int64_t task = 0; task < in.count * c.kv_heads; task++) {
       int64_t n = task / c.kv_heads, h = task % c.kv_heads;
       for (int64_t g = 0; g < repeat; g += HEADS) {
-        int64_t from = at[n] * q_row + (h * repeat + g) * size, to = at[n] * out_row + (h * repeat + g) * size;
+        int64_t head = h * repeat + g;
         switch (repeat - g) {
-          case 1: decode_heads<kind, D, 1>(c, in, n, h, query, from, out, to, space); break;
-          case 2: decode_heads<kind, D, 2>(c, in, n, h, query, from, out, to, space); break;
-          case 3: decode_heads<kind, D, 3>(c, in, n, h, query, from, out, to, space); break;
-          default: decode_heads<kind, D, HEADS>(c, in, n, h, query, from, out, to, space);
+          case 1: decode_heads<kind, D, 1>(c, in, n, h, head, space); break;
+          case 2: decode_heads<kind, D, 2>(c, in, n, h, head, space); break;
+          case 3: decode_heads<kind, D, 3>(c, in, n, h, head, space); break;
+          default: decode_heads<kind, D, HEADS>(c, in, n, h, head, space);
         }
       }
     }
@@ -587,12 +617,8 @@ void ullage_read(const Cells *c, const int64_t *blocks, int64_t count, int64_t w
   WITH_TYPE(type, WITH_KIND(c->kind, (read<K, T>(*c, blocks, count, width, keys, values, threads))))
 }
 
-void ullage_decode(const Cells *c, const int64_t *tables, const int64_t *starts, int64_t width, const int64_t *rows,
-                   const int64_t *positions, int64_t window, float scaling, float softcap, int64_t count, const void *query,
-                   int64_t q_row, const int64_t *at, void *out, int64_t out_row, int64_t heads, int32_t type,
-                   int32_t threads) {
-  Reading in{tables, starts, width, rows, positions, window, scaling, softcap, type};
-#define DECODE(D) WITH_KIND(c->kind, (decode<K, D>(*c, in, count, query, q_row, at, out, out_row, heads, threads)))
+void ullage_decode(const Cells *c, const Reading *in) {
+#define DECODE(D) WITH_KIND(c->kind, (decode<K, D>(*c, *in)))
   // the common head sizes with one scale per row are worth instances of their own
   if (c->head_size == 64 && c->group == 64) DECODE(64)
   else if (c->head_size == 128 && c->group == 128) DECODE(128)

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ullage_engine.errors import KernelError
-from ullage_engine.kernels import cpu_build, paged_decode
+from ullage_engine.kernels import cpu_build
 from ullage_engine.kernels.checks import require, rows_of
-from ullage_engine.kernels.tables import BlockTables, Tables
+from ullage_engine.kernels.tables import BlockTables, Tables, addresses, check_tables
 from ullage_engine.kernels.view import LayerView
 
 if TYPE_CHECKING:
@@ -41,13 +41,24 @@ class Cells(ctypes.Structure):
     ]
 
 
+class Reading(ctypes.Structure):
+    """What decode reads and writes, as `cpu.cpp` has it."""
+
+    _fields_: ClassVar = [
+        ("table", c_void_p), ("table_row", c_int64), ("table_head", c_int64),
+        ("rows", c_void_p), ("rows_row", c_int64), ("rows_head", c_int64),
+        ("starts", c_void_p), ("known", c_void_p), ("starts_row", c_int64), ("starts_head", c_int64),
+        *((name, c_void_p) for name in ("at", "positions", "query", "out", "lse", "sinks")),
+        *((name, c_int64) for name in ("query_row", "out_row", "lse_row", "count", "heads", "window")),
+        ("scaling", c_float), ("softcap", c_float),
+        *((name, c_int32) for name in ("cells", "type", "out_type", "threads")),
+    ]  # fmt: skip
+
+
 SIGNATURES: dict[str, list[type]] = {
     "ullage_write": [c_void_p, c_void_p, c_int64, *[c_void_p, c_int64, c_int64] * 2, c_void_p, c_int32, c_int32],
     "ullage_read": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
-    "ullage_decode": [
-        *[c_void_p] * 3, c_int64, c_void_p, c_void_p, c_int64, c_float, c_float, c_int64,
-        c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32,
-    ],
+    "ullage_decode": [c_void_p, c_void_p],
     "ullage_rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int32, c_int32],
     "ullage_silu_mul": [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32],
     "ullage_rotate": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32],
@@ -145,23 +156,28 @@ class CpuKernels:
 
         Keys and values are never dequantised: K scales multiply logits, V scales multiply probabilities.
         """
-        if not isinstance(tables, BlockTables) or lse is not None or sinks is not None:
-            paged_decode.reference(
-                view, tables, query, out, lse, scaling=scaling, window=window, softcap=softcap, sinks=sinks
-            )
-            return
         cells = self._cells(view)
         query = rows_of(query)
         query = query if query.stride(1) == cells.head_size else query.contiguous()
-        same = out.is_contiguous() and out.shape == query.shape and out.dtype == query.dtype
-        require(same, f"out must be contiguous, {tuple(query.shape)} of {query.dtype}", out)
-        blocks, starts = tables.tables.contiguous(), tables.starts.contiguous()
-        self._library.ullage_decode(
-            ctypes.addressof(cells), blocks.data_ptr(), starts.data_ptr(), blocks.shape[1],
-            tables.rows.data_ptr(), tables.positions.data_ptr(), window or 0, scaling, softcap or 0.0,
-            tables.at.numel(), query.data_ptr(), query.stride(0), tables.at.data_ptr(),
-            out.data_ptr(), out.stride(0), query.shape[1], TYPES[query.dtype], torch.get_num_threads(),
+        fits = out.shape == query.shape and out.dtype in TYPES and out.is_contiguous()
+        require(fits, f"out must be contiguous, {tuple(query.shape)} of one of {tuple(TYPES)}", out)
+        check_tables(view, tables, window)
+        (table, rows, known), strides = addresses(tables, window)
+        for name, given, shape in (("lse", lse, query.shape[:2]), ("sinks", sinks, query.shape[1:2])):
+            if given is not None:
+                fits = given.shape == shape and given.dtype == torch.float32 and given.stride(-1) == 1
+                require(fits, f"{name} must be {tuple(shape)} of float32, the last dimension contiguous", given)
+        positions = None if known is None else known.data_ptr()
+        blocks = isinstance(tables, BlockTables)
+        reading = Reading(
+            table.data_ptr(), *strides[:2], rows.data_ptr(), *strides[2:4],
+            positions if blocks else None, None if blocks else positions, *strides[4:],
+            tables.at.data_ptr(), tables.positions.data_ptr(), query.data_ptr(), out.data_ptr(), _address(lse),
+            _address(sinks), query.stride(0), out.stride(0), 0 if lse is None else lse.stride(0), tables.at.numel(),
+            query.shape[1], window or 0, scaling, softcap or 0.0,
+            not blocks, TYPES[query.dtype], TYPES[out.dtype], torch.get_num_threads(),
         )  # fmt: skip
+        self._library.ullage_decode(ctypes.addressof(cells), ctypes.addressof(reading))
 
     # -- around it -----------------------------------------------------------------------------------------------
 
@@ -216,3 +232,7 @@ def _check_fit(library: ctypes.CDLL, path: Path) -> None:
         raise KernelError(
             f"the CPU kernels in {path} were compiled for a CPU with {', '.join(missing)}, which this one lacks"
         )
+
+
+def _address(values: torch.Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()

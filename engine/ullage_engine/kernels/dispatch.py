@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPERATIONS: tuple[Operation, ...] = (kv_write, copy_blocks, gather_cells)
+OPERATIONS: tuple[Operation, ...] = (
+    kv_write, copy_blocks, gather_cells, paged_decode, paged_prefill, merge, key_scores,
+)  # fmt: skip
 """What has a Triton kernel; each module is a `build.Operation`."""
 Choice: TypeAlias = "CpuKernels | Literal['torch', 'triton'] | None"
 """Who computes: compiled for the CPU, where they serve the layout (else torch); None: the fastest that needs no
@@ -75,6 +77,10 @@ TRITON = replace(
     kv_write=kv_write.kernel,
     copy_blocks=copy_blocks.kernel,
     gather_cells=gather_cells.kernel,
+    paged_decode=paged_decode.kernel,
+    paged_prefill=paged_prefill.kernel,
+    merge=merge.kernel,
+    key_scores=key_scores.kernel,
 )
 """For GPUs; on CPU tensors in Triton's interpreter alone."""
 

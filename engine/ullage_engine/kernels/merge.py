@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from ullage_engine.kernels.build import Build, Serving
+from ullage_engine.kernels.checks import require, require_indices, target_of
+from ullage_engine.kernels.launch import PARTS, SPLIT, TYPES, columns_of
+from ullage_engine.kernels.targets import Target
+
 
 def reference(
     parts: torch.Tensor, lses: torch.Tensor, at: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
@@ -31,3 +36,62 @@ def reference(
     out[at] = merged.to(out.dtype)
     if lse is not None:
         lse[at] = top + total.log()
+
+
+def kernel(
+    parts: torch.Tensor, lses: torch.Tensor, at: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """`reference` in one pass.
+
+    Raises:
+        ValueError: shapes, types, strides or devices that do not fit.
+    """
+    target_of(parts)
+    _check(parts, lses, at, out, lse)
+    if not len(at):
+        return
+    from ullage_engine.kernels.device.merge import merge
+
+    merge[(len(at), parts.shape[2])](
+        parts, lses, out, lse, at, None, None, parts.shape[0], 0, 1, 0, 0,
+        *parts.stride()[:3], *lses.stride()[:2], out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+        REPEAT=1, CELLS=False, WINDOW=False, SPLIT=0,
+        SIZE=parts.shape[3], COLUMNS=columns_of(parts.shape[3]), PARTS=PARTS, num_warps=4,
+    )  # fmt: skip
+
+
+def builds(serving: Serving, target: Target) -> list[Build]:
+    """Splits of decode, and blocks with cells."""
+    from ullage_engine.kernels.device.merge import merge
+
+    view, element = serving.view, TYPES[serving.element]
+    strides = ("part_stride", "part_token_stride", "part_head_stride", "out_token_stride", "out_head_stride")
+    arguments = {
+        "parts_ptr": "*fp32:16", "lses_ptr": "*fp32:16", "out_ptr": f"*{element}:16", "at_ptr": "*i64:16",
+        "parts": "i32", "window": "i32", "longest": "i32", **dict.fromkeys(strides, "i64:16"),
+        "rows_stride": "i64", "rows_head_stride": "i64",
+        "lses_part_stride": "i64", "lses_token_stride": "i64", "lse_token_stride": "i64",
+    }  # fmt: skip
+    shape = {"SIZE": view.head_size, "COLUMNS": columns_of(view.head_size), "PARTS": PARTS, "lse_ptr": None}
+    parts = {"REPEAT": 1, "CELLS": False, "WINDOW": False, "SPLIT": 0, "counts_ptr": None, "rows_ptr": None}
+    splits = {**parts, "REPEAT": serving.queries, "WINDOW": True, "SPLIT": SPLIT}
+    del splits["rows_ptr"]
+    return [
+        Build("merge", merge, arguments, {**shape, **parts}, 4),
+        Build("merge/splits", merge, {**arguments, "rows_ptr": "*i64:16"}, {**shape, **splits}, 4),
+    ]
+
+
+def _check(
+    parts: torch.Tensor, lses: torch.Tensor, at: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    fits = parts.dim() == 4 and parts.stride(3) == 1 and parts.dtype == torch.float32
+    require(fits, "parts must be [P, T, Hq, D] of float32, with D contiguous", parts)
+    shape, device = tuple(parts.shape), parts.device
+    require_indices("at", at, parts)
+    for name, given, wanted in (("lses", lses, shape[:3]), ("lse", lse, shape[1:3])):
+        if given is not None:
+            fits = given.shape == wanted and given.stride(-1) == 1 and given.dtype == torch.float32
+            require(fits and given.device == device, f"{name} must be {wanted} of float32 on {device}", given)
+    fits = out.shape == shape[1:] and out.stride(2) == 1 and out.dtype in TYPES and out.device == device
+    require(fits, f"out must be {shape[1:]} on {device}", out)

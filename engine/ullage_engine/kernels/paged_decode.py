@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from ullage_engine.kernels import launch
 from ullage_engine.kernels.attend import attend, attend_values, finite
+from ullage_engine.kernels.build import Build, Serving
 from ullage_engine.kernels.tables import BlockTables, Tables
+from ullage_engine.kernels.targets import Target
 from ullage_engine.kernels.view import LayerView
 
 GROUP_TOKENS = 16_384
@@ -50,6 +53,32 @@ def reference(
             if lse is not None:
                 lse[part.at] = logs.squeeze(2).float()
         out[part.at] = result.squeeze(2).to(out.dtype)
+
+
+def kernel(
+    view: LayerView,
+    tables: Tables,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """`reference`, with each row read once and its bytes dequantised on the way; positions of block tables ascend.
+
+    Raises:
+        ValueError: shapes, types, strides or devices that do not fit.
+    """
+    launch.attend(view, tables, None, query, out, lse, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+
+
+def builds(serving: Serving, target: Target) -> list[Build]:
+    """Attention in splits."""
+    variants = (launch.PLAIN, launch.RICH, launch.RICH_CELLS)
+    return launch.builds("paged_decode", serving, target, variants, longest=1, split=True)
 
 
 def alike(tables: Tables, block_tokens: int) -> list[Tables]:

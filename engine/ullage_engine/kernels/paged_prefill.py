@@ -11,9 +11,11 @@ from functools import partial
 
 import torch
 
-from ullage_engine.kernels import merge
+from ullage_engine.kernels import launch, merge
 from ullage_engine.kernels.attend import attend, attend_values, blank, finite
+from ullage_engine.kernels.build import Build, Serving
 from ullage_engine.kernels.tables import BlockTables, Chunks, Tables
+from ullage_engine.kernels.targets import Target
 from ullage_engine.kernels.view import LayerView
 
 LOGITS = 1 << 24
@@ -46,6 +48,36 @@ def reference(
     """
     attend_chunks = partial(_attend_chunks, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
     attend_chunks(read_values, view, chunks, query, out, lse)
+
+
+def kernel(
+    view: LayerView,
+    chunks: Chunks,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """`reference`, with rows read once for some queries; positions of block tables ascend.
+
+    Raises:
+        ValueError: shapes, types, strides or devices that do not fit.
+    """
+    launch.attend(
+        view, chunks.tables, chunks, query, out, lse, scaling=scaling, window=window, softcap=softcap, sinks=sinks
+    )
+
+
+def builds(serving: Serving, target: Target) -> list[Build]:
+    """Chunks of a prompt over all their rows, and a few drafts in splits."""
+    return [
+        *launch.builds("paged_prefill", serving, target, (launch.PLAIN, launch.RICH), longest=512, split=False),
+        *launch.builds("paged_prefill/verify", serving, target, (launch.RICH_CELLS,), longest=5, split=True),
+    ]
 
 
 def reading_with(reader: Reader) -> Callable[..., None]:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from ullage_engine.kernels.checks import require
 from ullage_engine.kernels.view import LayerView, Section
 
 
@@ -142,3 +143,39 @@ class Chunks:
     """No count is greater."""
     tokens: torch.Tensor
     """[sum of counts] int64 places of all queries in the packed tokens."""
+
+
+def addresses(
+    tables: Tables, window: int | None
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[int, ...]]:
+    """Blocks or cells, rows, and what tells rows' positions, where it is looked at; and of each its two strides."""
+    if isinstance(tables, BlockTables):
+        steps = (tables.tables.stride(0), 0, tables.rows.stride(0), 0, tables.starts.stride(0), 0)
+        return (tables.tables, tables.rows, tables.starts), steps
+    known = tables.key_positions if window else None
+    strides = (*tables.offsets.stride()[:2], *tables.rows.stride(), *((0, 0) if known is None else known.stride()[:2]))
+    return (tables.offsets, tables.rows, known), strides
+
+
+def check_tables(view: LayerView, tables: Tables, window: int | None) -> None:
+    """Shapes, types and devices of a table; entries of one sequence, or of its head, must lie side by side."""
+    count, device, long = len(tables.at), view.data.device, torch.int64
+    wanted: dict[str, tuple[torch.Tensor, tuple[int, ...], torch.dtype]] = {
+        "at": (tables.at, (count,), long),
+        "positions": (tables.positions, (count,), long),
+    }
+    if isinstance(tables, BlockTables):
+        shape: tuple[int, ...] = (count, tables.blocks)
+        wanted |= {"tables": (tables.tables, shape, long), "starts": (tables.starts, shape, long)}
+        wanted["rows"] = tables.rows.unsqueeze(1), (count, 1), long
+    else:
+        heads = (count, view.kv_heads)
+        wanted["offsets"] = tables.offsets, (*heads, tables.blocks), long
+        wanted["rows"] = tables.rows.unsqueeze(2), (*heads, 1), long
+        if window:
+            shape = (*heads, tables.blocks * view.block_tokens)
+            wanted["key_positions"] = tables.row_positions(view.block_tokens), shape, torch.int32
+    for name, (given, shape, dtype) in wanted.items():
+        beside = given.shape[-1:] == (1,) or given.stride(-1) == 1
+        fits = given.shape == shape and given.dtype == dtype and given.device == device and beside
+        require(fits, f"{name} must be {shape} of {dtype} on {device}, the last dimension contiguous", given)
