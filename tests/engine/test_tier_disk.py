@@ -196,7 +196,7 @@ def test_a_full_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pyte
     for i in range(4):
         tiered.ask([i, *PROMPT, 0], 1)
     tally = tiered.residency.manager.tally["disk"]
-    assert tally.failed == 8 or tally.failed < 8
+    assert tally.failed > 0
     assert tally.stored == 0
     before = tally.failed
     for i in range(4):

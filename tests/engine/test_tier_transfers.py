@@ -17,6 +17,7 @@ from ullage_engine.device import CpuDevice
 from ullage_engine.errors import ConfigError, SizingError
 from ullage_engine.sizing import Memory
 from ullage_engine.tiers.assembly import allocate_host, weights_digest
+from ullage_engine.tiers.base import OwnBlock
 from ullage_engine.tiers.budget import HostPlan, beside_tier, host_plan
 from ullage_engine.tiers.movers import DeviceCopies, HostCopies
 from ullage_engine.tiers.slots import SlotTable
@@ -184,8 +185,6 @@ def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> No
 
 
 def test_reserving_is_all_or_nothing() -> None:
-    from ullage_engine.tiers.base import OwnBlock
-
     table = SlotTable(3, lambda content: None)
     held = table.reserve([OwnBlock(1), OwnBlock(1)])
     assert held is not None
@@ -200,8 +199,6 @@ def test_reserving_is_all_or_nothing() -> None:
 
 
 def test_a_slot_is_not_used_again_while_a_copy_reads_or_writes_it() -> None:
-    from ullage_engine.tiers.base import OwnBlock
-
     table = SlotTable(1, lambda content: None)
     [record] = table.reserve([OwnBlock(1)]) or []
     table.drop(record.content)
