@@ -18,7 +18,7 @@ from ullage_engine.errors import ConfigError, SizingError
 from ullage_engine.sizing import Memory
 from ullage_engine.tiers.assembly import allocate_host, weights_digest
 from ullage_engine.tiers.base import OwnBlock
-from ullage_engine.tiers.budget import HostPlan, beside_tier, host_plan
+from ullage_engine.tiers.budget import HostPlan, beside_tier, disk_slots, host_plan
 from ullage_engine.tiers.movers import DeviceCopies, HostCopies
 from ullage_engine.tiers.slots import SlotTable
 from ullage_engine.tiers.transfer import Copy, Done, ThreadTransfers, TierFault
@@ -130,7 +130,10 @@ def test_what_is_pinned(accelerator: bool, limit: int | None, pinned: bool, note
     assert note in plan.note and bool(plan.note) == bool(note)
 
 
-def test_a_host_tier_of_less_than_a_block_is_refused() -> None:
+def test_a_tier_of_less_than_a_block_is_refused() -> None:
+    assert disk_slots(3000, 1024) == 2
+    with pytest.raises(SizingError, match=r"--disk-memory: 100 bytes hold no block of 1024 bytes"):
+        disk_slots(100, 1024)
     with pytest.raises(SizingError, match=r"--host-memory: 100 bytes hold no block of 1024 bytes"):
         host_plan(100, 1024, accelerator=False, lock_limit=None)
 

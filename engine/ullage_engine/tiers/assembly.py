@@ -12,7 +12,7 @@ import torch
 from ullage_engine.config import EngineConfig
 from ullage_engine.device import Device
 from ullage_engine.pool import BlockPool
-from ullage_engine.tiers.budget import HostPlan, host_plan, read_lock_limit
+from ullage_engine.tiers.budget import HostPlan, disk_slots, host_plan, read_lock_limit
 from ullage_engine.tiers.disk import BlockFolder
 from ullage_engine.tiers.manager import TierManager
 from ullage_engine.tiers.movers import DeviceCopies, HostCopies
@@ -54,7 +54,7 @@ def make_tiers(
     accelerator = machine.torch_device.type != "cpu"
     plan = host_plan(config.host_memory, size, accelerator=accelerator, lock_limit=read_lock_limit())
     host = allocate_host(plan, size)
-    files = (config.disk_memory or 0) // size
+    files = 0 if config.disk_memory is None else disk_slots(config.disk_memory, size)
     manager = TierManager(plan.slots, files, pool.lost)
     folder = None
     if config.disk_dir is not None:

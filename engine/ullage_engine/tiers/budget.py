@@ -45,6 +45,17 @@ def beside_tier(memory: Memory, wanted: int | None) -> Memory:
     return replace(memory, available=memory.available - wanted, source=f"{memory.source} beside --host-memory")
 
 
+def disk_slots(wanted: int, block_bytes: int) -> int:
+    """Blocks that `wanted` bytes of a disk hold.
+
+    Raises:
+        SizingError: none.
+    """
+    if wanted < block_bytes:
+        raise SizingError(f"--disk-memory: {wanted} bytes hold no block of {block_bytes} bytes; give more")
+    return wanted // block_bytes
+
+
 def host_plan(wanted: int, block_bytes: int, *, accelerator: bool, lock_limit: int | None) -> HostPlan:
     """Slots for `wanted` bytes. Without an accelerator there is nothing to pin for.
 
