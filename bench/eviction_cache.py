@@ -62,13 +62,14 @@ class Settings:
 class Costs:
     """Seconds and tokens spent."""
 
+    contexts: int = 0
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     reread_s: float = 0.0
     reread_tokens: int = 0
     score_s: dict[str, float] = field(default_factory=dict)
     scored: int = 0
-    """Contexts that were scored."""
+    """How often every policy scored."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,8 +99,6 @@ class EvictionCache:
     """One model and a pool large enough for a context and all its variants."""
 
     def __init__(self, loaded: models.LoadedModel, settings: Settings, tokens: int, kernels: CpuKernels | None) -> None:
-        from transformers import AttentionInterface
-
         self.settings = settings
         self.costs = Costs()
         self._model = loaded.model
@@ -115,10 +114,14 @@ class EvictionCache:
         protection = Protection(first_tokens=settings.first_tokens, recent_tokens=settings.recent_tokens)
         self._evictor = Evictor(self.pool, self._cells, self._runner, protection, lambda: self._live)
         self._watch: Watch | None = None
-        attentive = loaded.model.get_decoder().layers[0].self_attn
-        self._rule = Rule(scaling=attentive.scaling)
-        frequencies = getattr(loaded.model.get_decoder().rotary_emb, "inv_freq", None)
-        self._frequencies: torch.Tensor | None = frequencies
+        decoder = loaded.model.get_decoder()
+        self._rule = Rule(scaling=decoder.layers[0].self_attn.scaling)
+        self._frequencies: torch.Tensor | None = getattr(decoder.rotary_emb, "inv_freq", None)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Let the model's attention tell its queries to whoever watches."""
+        from transformers import AttentionInterface
 
         def watched(module: Any, query: torch.Tensor, *arguments: Any, **named: Any) -> Any:
             result = paged_attention(module, query, *arguments, **named)
@@ -127,7 +130,7 @@ class EvictionCache:
             return result
 
         AttentionInterface.register(ATTENTION, watched)
-        loaded.model.set_attn_implementation(ATTENTION)
+        self._model.set_attn_implementation(ATTENTION)
 
     # -- contexts ------------------------------------------------------------------------------------------------
 
@@ -140,6 +143,7 @@ class EvictionCache:
             observed = self._observe(sequence, min(self.settings.chunk, len(tokens) - sequence.computed), observed)
         self.costs.prefill_s += time.perf_counter() - began
         self.costs.prefill_tokens += len(tokens)
+        self.costs.contexts += 1
         rereading = self._reread(sequence, tokens, instruction) if "reconstruct" in self.settings.policies else None
         return Base(sequence, observed, rereading)
 

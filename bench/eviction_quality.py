@@ -158,7 +158,7 @@ def ours(options: argparse.Namespace, folder: Path, made: dict[int, list[Context
                     )
                     print(f"  {length} {context.name} {setting}: {line_of(context, found)}", flush=True)
         if cache.costs.scored:
-            costs[str(length)] = cost_of(cache, len(some))
+            costs[str(length)] = cost_of(cache)
     return costs
 
 
@@ -173,12 +173,12 @@ def line_of(context: Context, found: Sequence[tuple[Variant, list[float]]]) -> s
     return ", ".join(parts)
 
 
-def cost_of(cache: EvictionCache, count: int) -> dict[str, Any]:
+def cost_of(cache: EvictionCache) -> dict[str, Any]:
     """Milliseconds of one scoring by policy, and what the re-reading costs beside a prefill."""
     costs = cache.costs
     return {
         "score_ms": {name: round(1e3 * s / costs.scored, 1) for name, s in costs.score_s.items()},
-        "prefill_ms": round(1e3 * costs.prefill_s / max(1, count), 1),
+        "prefill_ms": round(1e3 * costs.prefill_s / costs.contexts, 1),
         "reread_prefill_ratio": round(costs.reread_s / costs.prefill_s, 2),
         "reread_tokens_ratio": round(costs.reread_tokens / costs.prefill_tokens, 3),
     }
@@ -209,13 +209,10 @@ def kvpress(options: argparse.Namespace, folder: Path, made: dict[int, list[Cont
                 stderr=subprocess.DEVNULL,
                 text=True,
             ) as process:
-                pending: dict[tuple[str, str], list[Result]] = defaultdict(list)
                 for line in process.stdout or ():
-                    name, setting, method, keep, found = json.loads(line)
-                    pending[name, setting].append(Result(length, name, setting, "kvpress", method, keep, found))
-                    if len(pending[name, setting]) == 1 + 5 * len(options.keeps):
-                        results.add(pending.pop((name, setting)))
-                        print(f"  {length} {name} {setting}: kvpress", flush=True)
+                    name, setting, found = json.loads(line)
+                    results.add([Result(length, name, setting, "kvpress", *one) for one in found])
+                    print(f"  {length} {name} {setting}: kvpress", flush=True)
         if process.returncode:
             sys.exit(f"error: kvpress ended with status {process.returncode}; run {HERE / 'run_kvpress.py'} by hand")
 

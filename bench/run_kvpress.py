@@ -1,6 +1,7 @@
 """One contestant of `eviction_quality.py`: NVIDIA's kvpress, in an environment of its own.
 
-Usage: KVPRESS_PYTHON run_kvpress.py JOB. Prints a JSON line for each (context, setting, method, budget) as it goes.
+Usage: KVPRESS_PYTHON run_kvpress.py JOB. Prints a JSON line for each context and setting as it goes:
+[context, setting, [[method, budget, scores], ...]], the method of the full cache being null.
 
 KVzip and AdaKV only pretend to drop what differs from head to head: they put fake keys over it, and no memory is freed.
 """
@@ -8,6 +9,7 @@ KVzip and AdaKV only pretend to drop what differs from head to head: they put fa
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -94,9 +96,6 @@ class Peer:
         out = self.model(input_ids=inputs, position_ids=positions, past_key_values=cache, logits_to_keep=keep)
         return out.logits[0].float()
 
-    def reset(self, cache: Any, lengths: Sequence[int]) -> None:
-        self._crop(cache, lengths)
-
     @staticmethod
     def _lengths(cache: Any) -> list[int]:
         return [layer.keys.shape[2] for layer in cache.layers]
@@ -116,10 +115,10 @@ class Peer:
             state = cache if cache is not None else self.prefill(tokens, press)
             lengths, rest = self._lengths(state), probe.prompt[len(read_before) :]
             if probe.task == "text":
-                values.append(1 / 2.718281828459045 ** self.loss(state, len(tokens), rest, probe.answer))
+                values.append(math.exp(-self.loss(state, len(tokens), rest, probe.answer)))
             else:
                 values.append(share_right(probe.answer, self.answer(state, len(tokens), rest, probe.answer)))
-            self.reset(state, lengths)
+            self._crop(state, lengths)
         return scores(context, values)
 
 
@@ -144,12 +143,15 @@ def main() -> None:
             for setting in job["settings"]:
                 if setting == "seen" and context.probes[0].task == "text":
                     continue
-                whole = peer.scores(context, setting, None)
-                print(json.dumps([context.name, setting, None, 1.0, whole]), flush=True)
-                for name, press in methods().items():
-                    for keep in job["keeps"]:
-                        found = peer.scores(context, setting, press(1.0 - keep))
-                        print(json.dumps([context.name, setting, name, keep, found]), flush=True)
+                found: list[tuple[str | None, float, dict[str, float]]] = [
+                    (None, 1.0, peer.scores(context, setting, None)),
+                    *(
+                        (name, keep, peer.scores(context, setting, press(1.0 - keep)))
+                        for name, press in methods().items()
+                        for keep in job["keeps"]
+                    ),
+                ]
+                print(json.dumps([context.name, setting, found]), flush=True)
 
 
 if __name__ == "__main__":
