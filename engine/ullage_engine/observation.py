@@ -54,7 +54,7 @@ class Reader(Protocol):
 
 @dataclass(eq=False, slots=True)
 class RereadWatch:
-    """Keeps the greatest attention that a re-reading pays to each row of the context."""
+    """Keeps the greatest weight that a re-reading gives each row of the context."""
 
     store: KeyStore
     scores: Rereading
@@ -72,11 +72,11 @@ class RereadWatch:
         if layer == 0 or self._rows is None:
             self._rows = self.reader.rows(queries.shape[0])
         rows, device = self._rows, queries.device
-        keys, _ = self.store.read_cells(layer, rows.cells[layer])
+        keys, values = self.store.read_cells(layer, rows.cells[layer])
         known = Keys(keys, rows.positions[layer].to(device), rows.exists[layer].to(device))
         positions = torch.arange(first + skipped, first + queries.shape[0], device=device)
         asked = Queries(queries[skipped:].float(), positions)
-        found = mass.attention(asked, known, mass.log_sum_exp(asked, known, rule), "max", rule)
+        found = mass.weight(asked, known, values, rule)
         self.scores.take(layer, found[:, : self.scores.scores.shape[-1]].to(self.scores.scores.device))
 
 
@@ -112,7 +112,7 @@ class CacheView:
     def attention(self, layer: int, mode: Mode) -> torch.Tensor:
         vectors, queries, rule = self.keys(layer), self.observed.found[layer], self.observed.rules[layer]
         keys = Keys(vectors, self.positions[layer].to(vectors.device), self.exists[layer].to(vectors.device))
-        return mass.attention(queries, keys, mass.log_sum_exp(queries, keys, rule), mode, rule)
+        return mass.attention(queries, keys, None, mode, rule)
 
     def reread(self, layer: int) -> torch.Tensor:
         if self.scores is None:
