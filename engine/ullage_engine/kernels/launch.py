@@ -50,11 +50,15 @@ def tile_of(view: LayerView, target: Target, queries: int) -> Tile:
     if target is INTERPRETER:
         return Tile(16 if queries <= 16 else 64, 256, 4, 1)  # fewer and larger operations are faster
     wide = columns > 128
-    if target.backend == "hip":  # loads ahead would cost more registers than there are
-        return Tile(16, 32, 4, 1) if queries <= 32 else Tile(32 if wide else 64, 32, 8, 1)
+    if target.backend == "hip":  # more queries, or loads ahead, cost more registers than there are
+        return Tile(16, 32, 4, 1)
     if queries <= 16:
         return Tile(16, 32, 8, 2) if wide else Tile(16, 64, 4, 2)
     return Tile(32 if wide or queries <= 32 else 64, 32, 8, 2)
+
+
+MERGING = Tile(1, 1, 4, 3)
+"""Of `merge`, whose programs have no tiles."""
 
 
 def register_limit(target: Target) -> int | None:
@@ -152,7 +156,7 @@ def attend(
             *strides[2:4], *parts.stride()[:3], *lses.stride()[:2], *out.stride()[:2],
             0 if lse is None else lse.stride(0),
             REPEAT=repeat, CELLS=cells, WINDOW=bool(window), SPLIT=SPLIT,
-            SIZE=view.head_size, COLUMNS=columns_of(view.head_size), PARTS=PARTS, num_warps=4,
+            SIZE=view.head_size, COLUMNS=columns_of(view.head_size), PARTS=PARTS, **options(MERGING, target),
         )  # fmt: skip
 
 

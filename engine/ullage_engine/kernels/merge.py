@@ -10,7 +10,7 @@ import torch
 
 from ullage_engine.kernels.build import Build, Serving
 from ullage_engine.kernels.checks import require, require_indices, target_of
-from ullage_engine.kernels.launch import PARTS, SPLIT, TYPES, columns_of
+from ullage_engine.kernels.launch import MERGING, PARTS, SPLIT, TYPES, columns_of, options, register_limit
 from ullage_engine.kernels.targets import Target
 
 
@@ -46,7 +46,7 @@ def kernel(
     Raises:
         ValueError: shapes, types, strides or devices that do not fit.
     """
-    target_of(parts)
+    target = target_of(parts)
     _check(parts, lses, at, out, lse)
     if not len(at):
         return
@@ -56,7 +56,7 @@ def kernel(
         parts, lses, out, lse, at, None, None, parts.shape[0], 0, 1, 0, 0,
         *parts.stride()[:3], *lses.stride()[:2], out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
         REPEAT=1, CELLS=False, WINDOW=False, SPLIT=0,
-        SIZE=parts.shape[3], COLUMNS=columns_of(parts.shape[3]), PARTS=PARTS, num_warps=4,
+        SIZE=parts.shape[3], COLUMNS=columns_of(parts.shape[3]), PARTS=PARTS, **options(MERGING, target),
     )  # fmt: skip
 
 
@@ -76,9 +76,10 @@ def builds(serving: Serving, target: Target) -> list[Build]:
     parts = {"REPEAT": 1, "CELLS": False, "WINDOW": False, "SPLIT": 0, "counts_ptr": None, "rows_ptr": None}
     splits = {**parts, "REPEAT": serving.queries, "WINDOW": True, "SPLIT": SPLIT}
     del splits["rows_ptr"]
+    how = (MERGING.warps, MERGING.stages, register_limit(target))
     return [
-        Build("merge", merge, arguments, {**shape, **parts}, 4),
-        Build("merge/splits", merge, {**arguments, "rows_ptr": "*i64:16"}, {**shape, **splits}, 4),
+        Build("merge", merge, arguments, {**shape, **parts}, *how),
+        Build("merge/splits", merge, {**arguments, "rows_ptr": "*i64:16"}, {**shape, **splits}, *how),
     ]
 
 
