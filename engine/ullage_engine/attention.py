@@ -23,7 +23,7 @@ from ullage_engine.watch import Watch
 
 NAME = "ullage_paged"
 SHORT_CHUNK = 16
-"""Most tokens of a chunk that the compiled CPU kernels attend to token by token; see `_is_short`."""
+"""Most tokens of a verified draft that the compiled CPU kernels attend to token by token; see `_is_short`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,10 @@ def make_batch(store: BlockStore, chunks: list[Chunk], device: torch.device, *, 
 def _is_short(chunk: Chunk) -> bool:
     """Whether a pass over codes for each token costs less than gathering and dequantising them once for all.
 
-    Measured over 64 to 4,096 cached rows: equal at 4 + 6,500 / rows tokens after the first.
+    Measured over 64 to 4,096 cached rows: equal at 4 + 6,500 / rows tokens after the first. Prompts are computed one
+    way however much of them a prefix hit leaves, since the two ways round differently: a hit answers as a miss does.
     """
-    return chunk.width <= SHORT_CHUNK and (chunk.width - 5) * chunk.sequence.kept <= 6500
+    return bool(chunk.draft.tokens) and chunk.width <= SHORT_CHUNK and (chunk.width - 5) * chunk.sequence.kept <= 6500
 
 
 def _by_eviction(queries: list[Query]) -> list[list[Query]]:
