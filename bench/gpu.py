@@ -2,6 +2,7 @@
 
     python bench/gpu.py                # everything, in under eight minutes
     python bench/gpu.py --check-only   # every kernel against its reference, nothing timed
+    python bench/gpu.py --tune         # which tiles attention is fastest with here, for kernels/tuning.py; half an hour
 
 Needs this repository, torch, triton and transformers, and a GPU. Exit code 0: all checks passed; 1: one did not, or a
 measurement failed; 2: nothing could be tried here. What is not measured is `null` or listed as skipped.
@@ -26,14 +27,14 @@ from gpu_sums import BATCHES, KINDS, Budget, aims, decode_cases, table  # noqa: 
 NOTHING_TRIED = 2
 MINUTES = 7.5
 """Leaves half a minute of eight for what is under way when time runs out."""
+TUNING_MINUTES = 30.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check-only", action="store_true", help="compare kernels with their references, time nothing")
-    parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="time after which no part is begun (%(default)s)"
-    )
+    parser.add_argument("--minutes", type=float, help=f"begin nothing later ({MINUTES:g}; tuning {TUNING_MINUTES:g})")
+    parser.add_argument("--tune", action="store_true", help="measure tiles of attention, and print what to check in")
     options = parser.parse_args(arguments)
     missing = _missing()
     if missing:
@@ -43,8 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     from ullage_engine.kernels.dispatch import TRITON
 
     device = CudaDevice()
-    run = Run(Budget(options.minutes * 60, time.monotonic), device, TRITON, machine_of(device))
-    return run.report(check_only=options.check_only)
+    minutes = options.minutes or (TUNING_MINUTES if options.tune else MINUTES)
+    run = Run(Budget(minutes * 60, time.monotonic), device, TRITON, machine_of(device))
+    return run.tuned() if options.tune else run.report(check_only=options.check_only)
 
 
 def _missing() -> str | None:
@@ -98,6 +100,17 @@ class Run:
         if not check_only:
             self._part("speeds", 5, self._speeds)
             self._part("serving", 60, self._serving)
+        return self._end()
+
+    def tuned(self) -> int:
+        """Measure tiles, and compare kernels with their references with the ones found."""
+        from ullage_engine.kernels import tuning
+
+        tuning.MEASURED.update(self._part("tiles", 60, self._tiles) or {})
+        self._part("checks", 5, self._checks)
+        return self._end()
+
+    def _end(self) -> int:
         self.found |= {"skipped": self._budget.skipped, "failed": self.failed, "seconds": round(self._budget.spent, 1)}
         for line in (*self._budget.skipped, *(f"FAILED: {line}" for line in self.failed)):
             print(line)
@@ -130,6 +143,18 @@ class Run:
         worst = max((check.error for check in done if check.passed), default=None)
         self.found["checks"] = {"passed": sum(c.passed for c in done), "of": len(done), "greatest_error": worst}
         print(f"{self.found['checks']['passed']} of {len(done)} comparisons of kernels with their references passed")
+
+    def _tiles(self) -> dict[Any, Any]:
+        from gpu_speed import GpuClock, Speeds
+        from gpu_tune import lines, tune
+
+        from ullage_engine.kernels import targets
+
+        where = self._device.torch_device
+        found = tune(Speeds(where, self._operations, GpuClock()), targets.of(where), KINDS, self._budget)
+        print("\n".join(["", "MEASURED: dict[Key, Tile] = {", *lines(found), "}"]))
+        self.found["tiles"] = lines(found)
+        return found
 
     def _speeds(self) -> None:
         from gpu_speed import GpuClock, Speeds

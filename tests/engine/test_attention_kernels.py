@@ -17,7 +17,7 @@ from attention_cases import LAYER, Rows, block_tables, cell_tables, exact, fille
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.kernels import dispatch, key_scores, launch, merge, paged_decode, paged_prefill
+from ullage_engine.kernels import dispatch, key_scores, launch, merge, paged_decode, paged_prefill, tuning
 from ullage_engine.kernels.tables import BlockTables, CellTables, Chunks
 from ullage_engine.kernels.view import LayerView
 from ullage_engine.layout import CacheLayout
@@ -323,6 +323,6 @@ def test_every_tile_divides_a_split() -> None:
         for size in (16, 64, 80, 128, 256):
             view = BlockStore(CacheLayout(2, 1, size), 1).views[LAYER]
             for queries in (1, 3, 16, 20, 64, 4096):
-                tile = launch.tile_of(view, target, queries)
+                tile = tuning.tile_of(view, target, queries)
                 assert launch.SPLIT % tile.rows == 0
                 assert tile.queries >= 16

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ullage_engine.kernels import launch
+from ullage_engine.kernels import launch, tuning
 from ullage_engine.kernels.attend import blank
 from ullage_engine.kernels.build import Build, Serving
 from ullage_engine.kernels.checks import require, target_of
@@ -134,11 +134,11 @@ def builds(serving: Serving, target: Target) -> list[Build]:
     return found
 
 
-def _tile(target: Target) -> launch.Tile:
+def _tile(target: Target) -> tuning.Tile:
     """A program's rows stay in registers while all queries pass by."""
     if target is INTERPRETER:
-        return launch.Tile(64, 256, 4, 1)
-    return launch.Tile(16 if target.backend == "hip" else 32, 32, 4, 1)
+        return tuning.Tile(64, 256, 4, 1)
+    return tuning.Tile(16 if target.backend == "hip" else 32, 32, 4, 1)
 
 
 def _check(view: LayerView, tables: Tables, queries: torch.Tensor, positions: torch.Tensor, lse: torch.Tensor) -> None:

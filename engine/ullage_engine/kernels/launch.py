@@ -6,7 +6,6 @@ result depends on its own rows alone, and the grid on the width of the table alo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ullage_engine.kernels.build import Build, Serving
 from ullage_engine.kernels.checks import require, rows_of, target_of
 from ullage_engine.kernels.tables import CellTables, Chunks, Tables, addresses, check_tables
 from ullage_engine.kernels.targets import INTERPRETER, Target
+from ullage_engine.kernels.tuning import Tile, columns_of, tile_of
 from ullage_engine.kernels.view import LayerView
 
 SPLIT = 512
@@ -28,33 +28,6 @@ TABLE_STRIDES = {f"{of}_{step}": "i64" for of in ("table", "rows", "starts") for
 STRIDES = (
     "query_token_stride", "query_head_stride", "out_token_stride", "out_head_stride", "out_split_stride",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How much one program does at a time."""
-
-    queries: int
-    """Query tokens times query heads of one KV head; tensor cores want sixteen at least."""
-    rows: int
-    warps: int
-    stages: int
-
-
-def tile_of(view: LayerView, target: Target, queries: int) -> Tile:
-    """For up to `queries` queries of a KV head in all.
-
-    Chosen so that nothing spills and the tiles of all stages fit into shared memory; `bench/kernels_aot.py` checks.
-    """
-    columns = columns_of(view.head_size)
-    if target is INTERPRETER:
-        return Tile(16 if queries <= 16 else 64, 256, 4, 1)  # fewer and larger operations are faster
-    wide = columns > 128
-    if target.backend == "hip":  # more queries, or loads ahead, cost more registers than there are
-        return Tile(16, 32, 4, 1)
-    if queries <= 16:
-        return Tile(16, 32, 8, 2) if wide else Tile(16, 64, 4, 2)
-    return Tile(32 if wide or queries <= 32 else 64, 32, 8, 2)
 
 
 MERGING = Tile(1, 1, 4, 3)
@@ -71,11 +44,6 @@ def options(tile: Tile, target: Target) -> dict[str, int]:
     limit = register_limit(target)
     limits = {"maxnreg": limit} if limit else {}  # which Triton does not know for AMD
     return {"num_warps": tile.warps, "num_stages": tile.stages, **limits}
-
-
-def columns_of(size: int) -> int:
-    """The power of two that holds `size` channels."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def view_constants(view: LayerView, target: Target) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import torch
 
 from ullage_engine.kernels.build import Build, Serving
 from ullage_engine.kernels.checks import require, require_indices, target_of
-from ullage_engine.kernels.launch import MERGING, PARTS, SPLIT, TYPES, columns_of, options, register_limit
+from ullage_engine.kernels.launch import MERGING, PARTS, SPLIT, TYPES, options, register_limit
 from ullage_engine.kernels.targets import Target
+from ullage_engine.kernels.tuning import columns_of
 
 
 def reference(
