@@ -49,11 +49,17 @@ def check_machine(service: InferenceService) -> None:
 
 
 def check_model_source(service: InferenceService) -> None:
-    """Whether the model's files exist."""
-    source = service.spec.model.source
+    """Whether the files of the model, and of the one that drafts for it, exist."""
+    _check_source(service, "spec.model.source", service.spec.model.source)
+    draft = service.spec.engine.speculation
+    if draft is not None and draft.draft_model is not None:
+        _check_source(service, "spec.engine.speculation.draftModel", draft.draft_model)
+
+
+def _check_source(service: InferenceService, field: str, source: str) -> None:
     problem = _package_problem(source) if source.startswith(_PACKAGE) else _path_problem(Path(source).expanduser())
     if problem:
-        raise InputError(f"{_name(service)}: spec.model.source: {source!r} {problem}")
+        raise InputError(f"{_name(service)}: {field}: {source!r} {problem}")
 
 
 def check_port_free(service: InferenceService) -> None:

@@ -43,7 +43,7 @@ def engine_arguments(
 
 def _ullage(service: InferenceService) -> dict[str, object]:
     model, engine = service.spec.model, service.spec.engine
-    cache = engine.kv_cache
+    cache, draft = engine.kv_cache, engine.speculation
     return {
         "--model": model.source,
         "--served-name": service.served_name,
@@ -55,11 +55,17 @@ def _ullage(service: InferenceService) -> dict[str, object]:
         "--max-batch-tokens": engine.max_batch_tokens,
         "--max-sequences": engine.max_sequences,
         "--dtype": engine.dtype,
+        "--numerics": engine.numerics,
         "--threads": engine.threads,
+        "--kv-budget": cache.eviction.budget,
         "--eviction-policy": cache.eviction.policy,
+        "--evict-interval": cache.eviction.interval,
         "--protected-tokens": cache.eviction.protected_tokens,
         "--recent-tokens": cache.eviction.recent_tokens,
         "--no-prefix-reuse": not cache.prefix_reuse,
+        "--speculation": draft and draft.method,
+        "--draft-model": draft and draft.draft_model,
+        "--speculation-tokens": draft and draft.tokens,
     }
 
 

@@ -15,6 +15,8 @@ from pydantic_core import PydanticCustomError
 
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 """Kubernetes quantities that can mean a resource: no sign, no exponent, a known suffix or none."""
+BUDGET_PATTERN = r"^(([1-9][0-9]?(\.[0-9]+)?|0\.[0-9]*[1-9][0-9]*|100(\.0+)?)%|[2-9]|[1-9][0-9]{1,8})$"
+"""Tokens from 2 on, or a percentage above 0% and up to 100%."""
 MINIMUM_KV_BYTES = 1024 * 1024
 """Below this a KV cache memory is a forgotten or mistaken suffix (`48`, `48m`), not a wish."""
 CEL_KEY = "x-kubernetes-validations"
@@ -98,6 +100,14 @@ def _check_cache_memory(value: str) -> str:
     return value
 
 
+def _check_budget(value: str) -> str:
+    if not re.fullmatch(BUDGET_PATTERN, value):
+        raise fault(
+            f'{value!r} is no budget; write tokens from 2 on, like "2048", or a percentage up to 100%, like "30%"'
+        )
+    return value
+
+
 def _refuse_numbers(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise fault(f'{value} is a number without a unit; write a quoted quantity like "{value}Mi"')
@@ -115,6 +125,12 @@ Quantity = Annotated[
     BeforeValidator(_refuse_bare_numbers),
     AfterValidator(_check_quantity),
     WithJsonSchema({"type": "string", "pattern": QUANTITY_PATTERN}),
+]
+Budget = Annotated[
+    str,
+    BeforeValidator(_refuse_bare_numbers),
+    AfterValidator(_check_budget),
+    WithJsonSchema({"type": "string", "pattern": BUDGET_PATTERN}),
 ]
 CacheMemory = Annotated[
     str,

@@ -524,7 +524,7 @@ def test_flags_become_fields() -> None:
 def test_every_flag_made_from_a_manifest_has_its_field(place: Place) -> None:
     service = load_manifest(place.write())
     flags = {word.partition("=")[0] for word in engine_arguments(service, host="h", port=1, admin="unix:a")}
-    for flag in flags - {"--host", "--admin", "--served-name", "--eviction-policy"}:
+    for flag in flags - {"--host", "--admin", "--served-name"}:
         assert in_manifest_words(flag).startswith("spec."), flag
 
 

@@ -72,7 +72,32 @@ def test_samples_break_no_rule(sample: Path) -> None:
         ({"spec": {"replicas": {"min": 1, "max": 2, "desired": 3}}}, "desired is outside"),
         ({"spec": {"remediation": {"riskThreshold": 50, "releaseThreshold": 50}}}, "releaseThreshold is not below"),
         ({"spec": {"engine": {"type": "vllm"}}}, "image is missing"),
-        ({"spec": {"engine": {"speculation": {"method": "ngram", "tokens": 4}}}}, "engine type ullage has no"),
+        ({"spec": {"engine": {"speculation": {"method": "draft", "tokens": 4}}}}, "set draftModel with method draft"),
+        (
+            {"spec": {"engine": {"speculation": {"method": "ngram", "draftModel": "d", "tokens": 4}}}},
+            "set draftModel with method draft",
+        ),
+        (
+            {
+                "spec": {
+                    "engine": {
+                        "type": "vllm",
+                        "image": "v",
+                        "speculation": {"method": "draft", "draftModel": "d", "tokens": 4},
+                    }
+                }
+            },
+            "speculation.method draft is for engine type ullage",
+        ),
+        ({"spec": {"engine": {"type": "vllm", "image": "v", "numerics": "invariant"}}}, "numerics is for engine type"),
+        (
+            {"spec": {"engine": {"type": "vllm", "image": "v", "kvCache": {"eviction": {"budget": "30%"}}}}},
+            "kvCache.eviction is for engine type ullage",
+        ),
+        (
+            {"spec": {"engine": {"type": "vllm", "image": "v", "kvCache": {"eviction": {"policy": "window"}}}}},
+            "kvCache.eviction is for engine type ullage",
+        ),
         ({"spec": {"engine": {"tensorParallel": 2}}}, "engine type ullage has no"),
         ({"spec": {"engine": {"kvCache": {"memoryShare": 0.5}}}}, "set exactly one of"),
         ({"spec": {"engine": {"maxBatchTokens": 8, "maxSequences": 9}}}, "maxBatchTokens is below"),

@@ -117,8 +117,47 @@ def test_only_the_first_of_vllm_s_pods_serves_an_api(build: Any) -> None:
     [
         ({"type": "vllm"}, "spec.engine.image: is missing; name an image of vllm"),
         (
-            {"speculation": {}},
-            "spec.engine.speculation: 'ngram' is asked for, but engine type ullage does not speculate",
+            {"speculation": {"method": "draft"}},
+            "spec.engine.speculation.draftModel: is missing; name a smaller model with the same tokens",
+        ),
+        (
+            {"speculation": {"draftModel": "/models/tinier"}},
+            "spec.engine.speculation.draftModel: '/models/tinier' is set beside method ngram; set method draft",
+        ),
+        (
+            {"type": "vllm", "image": "v", "speculation": {"method": "draft", "draftModel": "d"}},
+            "spec.engine.speculation.method: 'draft' is for engine type ullage, not vllm; set ngram",
+        ),
+        (
+            {"type": "sglang", "image": "s", "cache": SHARE, "numerics": "invariant"},
+            "spec.engine.numerics: 'invariant' is set, but sglang has no such setting; leave it out",
+        ),
+        *(
+            (
+                {"cache": {"eviction": {"budget": budget}}},
+                f"spec.engine.kvCache.eviction.budget: {budget!r} is no budget; write tokens from 2 on",
+            )
+            for budget in ("", "0", "1", "-5", "2.5", "0%", "0.0%", "101%", "100.1%", "30 %", "all", "02", "2048\n")
+        ),
+        (
+            {"cache": {"eviction": {"budget": 2048}}},
+            'spec.engine.kvCache.eviction.budget: 2048 is a number; write it in quotes, "2048"',
+        ),
+        ({"cache": {"eviction": {"policy": "lru"}}}, "spec.engine.kvCache.eviction.policy"),
+        ({"cache": {"eviction": {"interval": 0}}}, "spec.engine.kvCache.eviction.interval"),
+        *(
+            (
+                {**other, "cache": {**cache, "eviction": {"budget": "30%"}}},
+                f"spec.engine.kvCache.eviction.budget: '30%' is set, but {other['type']} cannot evict from running",
+            )
+            for other, cache in (
+                ({"type": "vllm", "image": "v"}, {}),
+                ({"type": "sglang", "image": "s"}, SHARE),
+            )
+        ),
+        (
+            {"type": "vllm", "image": "v", "cache": {"eviction": {"policy": "window"}}},
+            "spec.engine.kvCache.eviction: is set, but vllm cannot evict from running sequences",
         ),
         (
             {"tensorParallel": 2},

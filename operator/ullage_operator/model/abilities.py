@@ -44,7 +44,6 @@ def _ullage_alone(engine: Engine) -> Inability | None:
     cache = engine.kv_cache
     asked = {
         "kvCache.memoryShare": (cache.memory_share, "sizes its pool in bytes; set kvCache.memory"),
-        "speculation": (engine.speculation and engine.speculation.method, "does not speculate; leave it out"),
         "tensorParallel": (engine.tensor_parallel if engine.tensor_parallel > 1 else None, "runs on one device; set 1"),
         "nodes": (engine.nodes if engine.nodes > 1 else None, "runs on one node; set 1"),
     }
@@ -62,6 +61,15 @@ def _others(engine: Engine) -> Inability | None:
         return Inability("threads", f"{engine.threads} is set, but {name} has no such setting; limit cpu in resources")
     if cache.type not in ("fp8", "bf16"):
         return Inability("kvCache.type", f"{cache.type!r} is not offered by {name}; set fp8 or bf16")
+    if engine.numerics != "fast":
+        return Inability("numerics", f"{engine.numerics!r} is set, but {name} has no such setting; leave it out")
+    if engine.speculation is not None and engine.speculation.method == "draft":
+        return Inability("speculation.method", f"'draft' is for engine type ullage, not {name}; set ngram")
+    if cache.eviction.budget is not None:
+        return Inability(
+            "kvCache.eviction.budget",
+            f"{cache.eviction.budget!r} is set, but {name} cannot evict from running sequences; leave it out",
+        )
     if cache.eviction != Eviction():
         return Inability("kvCache.eviction", f"is set, but {name} cannot evict from running sequences; leave it out")
     if name == "vllm" and cache.block_size % VLLM_BLOCK:

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from ullage_operator.fields import CacheMemory, Part, Quantity, cel, fault, parse_bytes
+from ullage_operator.fields import Budget, CacheMemory, Part, Quantity, cel, fault, parse_bytes
 
 EngineType = Literal["ullage", "vllm", "sglang"]
 
@@ -36,10 +36,14 @@ class Model(Part):
 
 
 class Eviction(Part):
-    """What an eviction may drop from sequences that are still running; engine type ullage only."""
+    """What may be dropped from sequences that are still running, and when; engine type ullage only."""
 
-    policy: Literal["recency"] = "recency"
-    """How blocks are ranked: recency keeps the beginning and the most recent tokens."""
+    budget: Budget | None = None
+    """What a sequence may keep of its context, as tokens ("2048") or a share ("30%"); absent: all, until risk calls."""
+    policy: Literal["reconstruct", "window", "expected", "entropy", "streaming", "recency"] | None = None
+    """What chooses the tokens that a sequence with a budget keeps; absent: the engine's choice, reconstruct."""
+    interval: int = Field(default=256, ge=1)
+    """Tokens by which an answer may outgrow the budget before its sequence is cut again."""
     protected_tokens: int = Field(default=256, ge=0)
     """Tokens at the beginning of a sequence that are never dropped."""
     recent_tokens: int = Field(default=256, ge=0)
@@ -69,7 +73,7 @@ class KVCache(Part):
     host_memory: CacheMemory | None = None
     """Main memory of one pod for the offload tier, to which blocks go before they are dropped; absent: no such tier."""
     eviction: Eviction = Field(default_factory=Eviction)
-    """Limits of eviction from running sequences."""
+    """Budget and limits of eviction from running sequences."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -95,10 +99,29 @@ class KVCache(Part):
 class Speculation(Part):
     """Drafting several tokens to check them in one step."""
 
-    method: Literal["ngram"] = "ngram"
-    """Where drafts come from: ngram looks for the last tokens in what was read before."""
+    model_config = ConfigDict(
+        json_schema_extra=cel(
+            ("(self.method == 'draft') == has(self.draftModel)", "set draftModel with method draft, and only with it")
+        )
+    )
+
+    method: Literal["ngram", "draft"] = "ngram"
+    """Where drafts come from: ngram looks for the last tokens in what was read before; draft asks draftModel (type
+    ullage)."""
+    draft_model: str | None = Field(default=None, min_length=1)
+    """Smaller model with the same tokens, as a source like that of the model; for method draft, and needed for it."""
     tokens: int = Field(default=4, ge=1, le=16)
-    """Tokens drafted in one step."""
+    """Most tokens drafted for a sequence in one step."""
+
+    @model_validator(mode="after")
+    def _model_for_drafts(self) -> Self:
+        if self.method == "draft" and self.draft_model is None:
+            raise fault("is missing; name a smaller model with the same tokens", field="draftModel")
+        if self.method != "draft" and self.draft_model is not None:
+            raise fault(
+                f"{self.draft_model!r} is set beside method {self.method}; set method draft", field="draftModel"
+            )
+        return self
 
 
 class Engine(Part):
@@ -112,14 +135,22 @@ class Engine(Part):
             ),
             ("self.type == 'ullage' || has(self.image)", "image is missing; name the image of that engine"),
             (
-                "self.type != 'ullage' || (!has(self.speculation)"
-                " && !has(self.kvCache.memoryShare) && self.tensorParallel == 1 && self.nodes == 1)",
-                "engine type ullage has no speculation, kvCache.memoryShare, tensorParallel"
-                " or nodes above 1; leave them out, or use vllm or sglang",
+                "self.type != 'ullage' ||"
+                " (!has(self.kvCache.memoryShare) && self.tensorParallel == 1 && self.nodes == 1)",
+                "engine type ullage has no kvCache.memoryShare, tensorParallel or nodes above 1; leave them out, or use"
+                " vllm or sglang",
             ),
             (
                 "self.type == 'ullage' || !has(self.threads)",
                 "threads is for engine type ullage; set CPU limits in resources",
+            ),
+            (
+                "self.type == 'ullage' || !has(self.speculation) || self.speculation.method != 'draft'",
+                "speculation.method draft is for engine type ullage; set ngram",
+            ),
+            (
+                "self.type == 'ullage' || self.numerics == 'fast'",
+                "numerics is for engine type ullage; leave it out",
             ),
             (
                 "self.type == 'ullage' || self.kvCache.type in ['fp8', 'bf16']",
@@ -130,7 +161,8 @@ class Engine(Part):
                 "sglang sizes its pool by share; set kvCache.memoryShare in place of memory",
             ),
             (
-                "self.type == 'ullage' || (self.kvCache.eviction.policy == 'recency' &&"
+                "self.type == 'ullage' || (!has(self.kvCache.eviction.budget) &&"
+                " !has(self.kvCache.eviction.policy) && self.kvCache.eviction.interval == 256 &&"
                 " self.kvCache.eviction.protectedTokens == 256 && self.kvCache.eviction.recentTokens == 256)",
                 "kvCache.eviction is for engine type ullage: others cannot evict from running sequences",
             ),
@@ -145,6 +177,8 @@ class Engine(Part):
     """Port of the OpenAI interface."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights and activations."""
+    numerics: Literal["fast", "invariant"] = "fast"
+    """Whether answers may depend on what else is in the batch: invariant never does, and is slower (type ullage)."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the model's arithmetic (type ullage); without it the engine decides."""
     max_batch_tokens: int = Field(default=512, ge=1)
