@@ -185,6 +185,9 @@ class CellPool:
         held = [cell for table in tables for cell in table]
         if len(set(held)) != len(held):
             raise IntegrityError("a cell has two owners")
+        moving = [block for block in self._used if self._pool.pinned(block) or not self._pool.private(block)]
+        if moving:
+            raise IntegrityError(f"split blocks {moving} are not free as soon as their cells are")
         used = dict.fromkeys(self._used, 0)
         for cell in held:
             block, place = divmod(cell, self.cells_per_block)

@@ -96,7 +96,10 @@ def share_of(blocks: int, ratio: float) -> int:
 
 
 def cold_indices(sequence: Sequence, pool: BlockPool, protection: Protection) -> list[int]:
-    """Indices into the table of droppable blocks, coldest (oldest) first; none while it prefills or is loaded."""
+    """Indices into the table of droppable blocks, coldest (oldest) first; none while it prefills or is loaded.
+
+    A load that was given up may still write to blocks of a sequence that waits for nothing any more: those stay.
+    """
     if not sequence.decoding or sequence.loading:
         return []
     size = sequence.block_tokens
@@ -104,7 +107,7 @@ def cold_indices(sequence: Sequence, pool: BlockPool, protection: Protection) ->
     return [
         index
         for index in range(min(end, len(sequence.table)))
-        if sequence.starts[index] >= protection.first_tokens and pool.references(sequence.table[index]) == 1
+        if sequence.starts[index] >= protection.first_tokens and pool.private(sequence.table[index])
     ]
 
 

@@ -152,8 +152,11 @@ class Evictor:
         """The blocks become cells of the sequence as they are, and each cell is released once its survivors are copied.
 
         Rows keep their order, so n cells of survivors empty at least n old ones: room for one cell a head is enough.
-        What is left lies scattered over the old blocks until it is mended. False: not even that; nothing changed.
+        What is left lies scattered over the old blocks until it is mended. False: not even that, or a copy still reads
+        one of the blocks; nothing changed.
         """
+        if any(self._pool.pinned(sequence.table[index]) for index in cut.blocks):
+            return False
         least = self._by_class(cut.survivors.counts.clamp_max(1), of_layer=_most)
         if self._cells.needed_blocks(least) > self._pool.available:
             return False

@@ -111,6 +111,10 @@ class BlockPool:
     def references(self, block: int) -> int:
         return self._refs[block]
 
+    def private(self, block: int) -> bool:
+        """Whether exactly one table holds the block and no copy writes to it: whoever holds it may give it up."""
+        return self._refs[block] == 1 and self._state[block] == ACTIVE
+
     def pinned(self, block: int) -> bool:
         """Whether a store reads the block."""
         return block in self._pins

@@ -98,9 +98,8 @@ class LateScene(Scene):
 @pytest.mark.filterwarnings("default")
 def test_steps_run_ahead_beside_copies_between_tiers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("ERROR")
-    scenes = [
-        episode(seed, 250, tmp_path / str(seed), LateScene, MOVES | {"device_works": 8}) for seed in range(20, 50)
-    ]
+    moves = MOVES | {"device_works": 8}
+    scenes = [episode(seed, 250, tmp_path / str(seed), LateScene, moves) for seed in range(30)]
     assert sum(scene.ahead for scene in scenes) > 300, "hardly any step was launched ahead"
 
 

@@ -130,6 +130,17 @@ def test_survivors_that_do_not_fit_beside_the_old_blocks_are_gathered_piece_by_p
     assert roomy.cells.usage() == tight.cells.usage()
 
 
+def test_blocks_that_a_copy_still_reads_are_not_taken_apart() -> None:
+    scene = Scene(LAYOUTS[2], tokens=203, spare=3)
+    before, copied = scene.snapshot(), scene.sequence.table[5]
+    scene.pool.pin(copied)
+    assert scene.evictor.cut(scene.sequence, random_keep(0.7, scene.generator)).blocks == 0
+    assert scene.snapshot() == before
+    scene.pool.unpin(copied)
+    assert scene.evictor.cut(scene.sequence, random_keep(0.7, scene.generator)).blocks > 0
+    scene.check()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     layout=st.sampled_from(LAYOUTS),

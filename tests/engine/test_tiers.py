@@ -11,7 +11,7 @@ from tiered import Tiered, expected, make_tiered
 from ullage_engine.budgets import Retention
 from ullage_engine.engine import STALL_PASSES
 from ullage_engine.fake_runner import EMPTY
-from ullage_engine.request import KvBudget
+from ullage_engine.request import Destination, KvBudget
 from ullage_engine.tiers.manager import Bounds
 from ullage_engine.tiers.scripted import Script
 
@@ -128,6 +128,38 @@ def test_a_load_that_failed_between_two_steps_is_forgotten_with_its_sequence(the
     assert [output.token for output in outputs] == (expected([*PROMPT, 0], 3) if then == "preempt" else [])
     assert tiered.engine.pool.active == 0
     tiered.engine.check_integrity()
+
+
+@pytest.mark.parametrize("tiers", [("drop",), ("host", "drop"), ("host",)])
+def test_blocks_that_a_late_load_may_still_write_to_are_not_eligible(tiers: tuple[Destination, ...]) -> None:
+    tiered = make_tiered(blocks=16, first=4, recent=4, reuse=False, bounds=Bounds(load_s=2.0, store_s=9.0))
+    outputs = tiered.submit("late", [1, 2, 3], 30)
+    while len(outputs) < 20:
+        tiered.engine.step()
+    other = tiered.submit("other", [3] * 9, 40)
+    while len(other) < 6:
+        tiered.engine.step()
+    sequence, going = tiered.engine.scheduler.running
+    tiered.engine.scheduler.preempt(sequence)
+    tiered.settle()
+    tiered.transfers.script = SLOW
+    tiered.engine.step()
+    tiered.engine.scheduler.preempt(going)  # its store is what a demotion waits for
+    assert sequence.loading and sequence.decoding
+    tiered.clock.now += 3.0
+    tiered.engine.evict(ratio=None, bytes_=1, dry_run=False, tiers=("host",))
+    assert tiered.residency.failed == [sequence]
+    for dry_run in (True, False):
+        free = tiered.engine.pool.free
+        report = tiered.engine.evict(ratio=1.0, bytes_=None, dry_run=dry_run, tiers=tiers)
+        assert report.blocks_freed == report.eligible_blocks == 0
+        assert tiered.engine.pool.free == free
+    tiered.transfers.script = Script(progress=1.0)
+    tiered.settle()
+    tiered.engine.check_integrity()
+    tiered.finish()
+    assert [output.token for output in outputs] == expected([1, 2, 3], 30)
+    assert [output.token for output in other] == expected([3] * 9, 40)
 
 
 def test_corrupted_bytes_are_never_served() -> None:
