@@ -76,6 +76,9 @@ class Snapshot:
     largest_free_run_blocks: int | None = None
     largest_allocation_blocks: int | None = None
     """Most blocks that one allocation can have now, of free and reclaimable ones."""
+    compactable_blocks: int | None = None
+    """Hot blocks that compaction would free: what their holders use would fit into the others. None: the engine doesn't
+    say, which one without compaction never does."""
     allocated_slots: int | None = None
     """Token slots in hot blocks."""
     filled_slots: int | None = None

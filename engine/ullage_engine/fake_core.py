@@ -192,7 +192,9 @@ class FakeCore:
             block_tokens=pool.block_tokens,
             block_bytes=pool.block_bytes,
             blocks=BlockCounts(total=pool.total, free=free, active=active, cached=pool.cached, in_flight=0, pinned=0),
-            cells=CellCounts(split_blocks=pool.sparse, total=2 * pool.sparse, used=pool.sparse),
+            cells=CellCounts(
+                split_blocks=pool.sparse, total=2 * pool.sparse, used=pool.sparse, spare_blocks=pool.sparse
+            ),
             largest_free_run=free,
             largest_allocation=free + pool.cached,
             slots_allocated=active * pool.block_tokens,

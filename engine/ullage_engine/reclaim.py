@@ -188,7 +188,9 @@ class Reclaimer:
 
     def cell_counts(self) -> CellCounts:
         usage = self._cells.usage()
-        return CellCounts(split_blocks=usage.blocks, total=usage.cells, used=usage.used)
+        return CellCounts(
+            split_blocks=usage.blocks, total=usage.cells, used=usage.used, spare_blocks=self._cells.spare_blocks()
+        )
 
     def fragmentation(self) -> Fragmentation:
         allocated, filled = self.slots()

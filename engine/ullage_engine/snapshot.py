@@ -78,6 +78,8 @@ class CellCounts:
     """Cells that the split blocks have in all."""
     used: int = 0
     """Of those, cells that a sequence holds; the others serve later evictions, and compaction makes blocks of them."""
+    spare_blocks: int = 0
+    """Split blocks that compaction would make whole: those above what the used cells of the fullest class need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

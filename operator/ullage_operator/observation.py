@@ -124,6 +124,7 @@ def evidence(observation: Observation) -> Evidence:
         reclaimable_blocks=snapshot.reclaimable_blocks,
         free_blocks=snapshot.free_blocks,
         largest_free_run_blocks=snapshot.largest_free_run_blocks,
+        compactable_blocks=snapshot.compactable_blocks,
         running=snapshot.running,
         waiting=snapshot.waiting,
         exhaustion_seconds=None if forecast is None else forecast.exhaustion_p50_s,

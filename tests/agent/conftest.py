@@ -31,6 +31,7 @@ SNAPSHOT: dict[str, Any] = {
     "block_tokens": 16,
     "block_bytes": 195840,
     "blocks": {"total": 256, "free": 10, "active": 200, "cached": 46, "in_flight": 0, "pinned": 0},
+    "cells": {"split_blocks": 4, "total": 360, "used": 200, "spare_blocks": 1},
     "largest_free_run": 4,
     "largest_allocation": 56,
     "slots": {"allocated": 3200, "filled": 3000},

@@ -27,11 +27,27 @@ async def test_reads_every_value(adapter: EngineAdapter, engine: Any, clock: Man
     assert state.sampled_at == clock.wall()
     assert (state.total_blocks, state.hot_blocks, state.reclaimable_blocks) == (256, 200, 46)
     assert (state.free_blocks, state.largest_free_run_blocks, state.outstanding_blocks) == (10, 4, 40)
-    assert state.largest_allocation_blocks == 56
+    assert (state.largest_allocation_blocks, state.compactable_blocks) == (56, 1)
     assert (state.filled_slots, state.preemptions_total, state.prefix_hit_tokens_total) == (3000, 1, 450)
     assert (state.step, state.step_age_s, state.draining) == (900, 0.02, False)
     unsaid = {"host_total_bytes", "host_used_bytes", "admission_max_prompt_tokens", "admission_expires_in_s"}
     assert {name for name in state.__slots__ if getattr(state, name) is None} == unsaid
+
+
+@pytest.mark.parametrize("cells", [None, {}, {"split_blocks": 4, "total": 360, "used": 200}, {"spare_blocks": None}])
+async def test_an_engine_need_not_say_what_compaction_would_free(
+    adapter: EngineAdapter, engine: Any, cells: dict[str, int] | None
+) -> None:
+    engine.snapshot["cells"] = cells
+    reading = await adapter.read()
+    assert (reading.violations, reading.snapshot.compactable_blocks) == ((), None)
+
+
+async def test_no_more_can_be_compacted_than_is_held(adapter: EngineAdapter, engine: Any) -> None:
+    engine.snapshot["cells"]["spare_blocks"] = 201
+    reading = await adapter.read()
+    assert reading.snapshot.compactable_blocks is None
+    assert reading.violations != ()
 
 
 async def test_bad_values_are_named_and_the_rest_is_read(adapter: EngineAdapter, engine: Any) -> None:

@@ -177,6 +177,25 @@ def test_an_eviction_of_nothing_is_ineffective(make_record: Callable[..., Remedi
     assert Effects().act(make_record(), reading(0.0, hot=0, cached=0).snapshot, 0.0).outcome == "Ineffective"
 
 
+@pytest.mark.parametrize(
+    ("spare", "outcome", "freed", "after"),
+    [
+        (4, "Succeeded", 4, (96, 84, 40, 0)),
+        (0, "Ineffective", 0, (100, 80, 40, 0)),
+        (None, "Succeeded", 0, (100, 80, 80, None)),
+    ],
+)
+def test_a_compaction_frees_what_the_engine_says_it_would_and_else_joins_the_free_blocks(
+    make_record: Callable[..., Remediation], spare: int | None, outcome: str, freed: int, after: tuple[int | None, ...]
+) -> None:
+    effects, one = Effects(), reading(0.0, hot=100, cached=20, compactable_blocks=spare)
+    record = make_record(spec={"action": "compact", "parameters": {"budgetMs": 200}})
+    result = effects.act(record, one.snapshot, 0.0)
+    assert (result.outcome, result.blocks_freed) == (outcome, freed)
+    state = effects.apply(one, 1.0).snapshot
+    assert (state.hot_blocks, state.free_blocks, state.largest_free_run_blocks, state.compactable_blocks) == after
+
+
 def test_a_throttle_is_in_force_until_it_ends(make_record: Callable[..., Remediation]) -> None:
     effects = Effects()
     record = make_record(spec={"action": "throttle", "parameters": {"maxPromptTokens": 64, "ttlSeconds": 10}})

@@ -173,6 +173,7 @@ async def test_compact_is_offered_and_frees_once_a_key(adapter: UllageAdapter, c
     assert first.before is not None
     assert first.after is not None
     assert (first.after.free_blocks or 0) - (first.before.free_blocks or 0) == 3
+    assert (first.before.compactable_blocks, first.after.compactable_blocks) == (5, 2)
     core.pool.sparse = 0
     nothing = await adapter.act("compact", ActionRequest(budget_ms=3), "key-2")
     assert (nothing.outcome, nothing.blocks_freed) == ("Ineffective", 0)

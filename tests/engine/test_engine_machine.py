@@ -139,6 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(budget_ms=st.sampled_from([0, 1000]))
     def compact(self, budget_ms: int) -> None:
         spare, free = self.engine.scheduler.cells.spare_blocks(), self.engine.pool.free
+        assert self.engine.snapshot(None, draining=False).cells.spare_blocks == spare
         report = self.engine.compact(budget_ms)
         assert report.blocks_freed == self.engine.pool.free - free == (spare if budget_ms else 0)
         assert report.remaining_blocks == spare - report.blocks_freed

@@ -512,6 +512,19 @@ def test_a_conclusion_keeps_what_was_seen(build: Any) -> None:
     assert "risk went from 95 to 40" in record.status.message
 
 
+@pytest.mark.parametrize(
+    ("spare", "words"), [(None, "longest free run went from 5 to 9 blocks; risk"), (3, "freed 7 bytes; risk")]
+)
+def test_a_compaction_is_told_in_the_terms_for_which_it_was_decided(build: Any, spare: int | None, words: str) -> None:
+    record = answered(build, action="compact", freed=7)
+    seen = record.spec.inputs.model_copy(update={"compactable_blocks": spare, "largest_free_run_blocks": 5})
+    record = record.model_copy(update={"status": record.status.model_copy(update={"before": seen})})
+    decision = _decide(build, build.service(), [build.observation(40, largest_free_run_blocks=9)], [record])
+    (judged,) = decision.updates
+    assert judged.status.phase == "Succeeded"
+    assert judged.status.message.startswith(words)
+
+
 def test_records_of_other_services_do_not_count(build: Any) -> None:
     record = answered(build, ago=1)
     other = record.model_copy(update={"spec": record.spec.model_copy(update={"service": "other"})})

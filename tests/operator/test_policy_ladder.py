@@ -141,6 +141,18 @@ TABLE: list[tuple[str, Situation, str, Reason]] = [
         Reason.THROTTLE,
     ),
     (
+        "compaction would free blocks, though the free ones lie in one run",
+        lambda b: situation(b, [b.observation(90, capabilities=COMPACTING, compactable_blocks=1)], let_down(b)),
+        "Act",
+        Reason.COMPACT,
+    ),
+    (
+        "compaction would free nothing, however scattered the free blocks are",
+        lambda b: situation(b, [b.observation(90, **SCATTERED, compactable_blocks=0)], let_down(b)),
+        "Act",
+        Reason.THROTTLE,
+    ),
+    (
         "compaction let down too",
         lambda b: situation(b, [b.observation(90, **SCATTERED)], [*let_down(b), ended(b, "compact", "Ineffective", 2)]),
         "Act",

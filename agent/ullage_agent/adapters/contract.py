@@ -117,6 +117,7 @@ def build_snapshot(
 
 _ORDERED = (
     ("largest_free_run_blocks", "free_blocks"),
+    ("compactable_blocks", "hot_blocks"),
     ("filled_slots", "allocated_slots"),
     ("allocator_allocated_bytes", "allocator_reserved_bytes"),
     ("host_used_bytes", "host_total_bytes"),

@@ -26,6 +26,7 @@ FIELDS: tuple[Field, ...] = (
     Field(attribute="free_blocks", source="blocks.free"),
     Field(attribute="largest_free_run_blocks", source="largest_free_run"),
     Field(attribute="largest_allocation_blocks", source="largest_allocation", nullable=True),
+    Field(attribute="compactable_blocks", source="cells.spare_blocks", nullable=True),
     Field(attribute="allocated_slots", source="slots.allocated"),
     Field(attribute="filled_slots", source="slots.filled"),
     Field(attribute="allocator_reserved_bytes", source="allocator.reserved_bytes"),

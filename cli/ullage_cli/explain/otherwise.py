@@ -99,6 +99,7 @@ def observed(pod: str, uid: str, evidence: Evidence) -> Observation:
             reclaimable_blocks=evidence.reclaimable_blocks,
             free_blocks=evidence.free_blocks,
             largest_free_run_blocks=evidence.largest_free_run_blocks,
+            compactable_blocks=evidence.compactable_blocks,
             running=evidence.running,
             waiting=evidence.waiting,
             admission_max_prompt_tokens=evidence.max_prompt_tokens,

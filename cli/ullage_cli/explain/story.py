@@ -24,7 +24,7 @@ REASONS = {
         "Memory outside the cache (device or host) is nearly gone, which no eviction lowers: prompts are limited."
     ),
     "EvictColdBlocks": "Risk is at the threshold or above: drop the coldest blocks.",
-    "CompactPool": "Eviction does not help enough and free blocks lie scattered: close the holes.",
+    "CompactPool": "Eviction does not help enough, and closing holes frees blocks or joins scattered free ones.",
     "ThrottleLongPrompts": (
         "Risk stays high though eviction failed, brought nothing or is not to be had: refuse long prompts."
     ),

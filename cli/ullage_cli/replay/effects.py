@@ -1,8 +1,9 @@
 """What a step would have brought, estimated: the recorded data knows nothing of steps that were not taken. Pure.
 
 An eviction takes cached blocks first and then hot ones, and what it took is missing from the readings that follow for
-as long as the sequences concerned would have run (their mean stay, by Little's law). A compaction joins the free blocks
-for as long. A throttle is shown as in force; whom it would have kept out cannot be known, so it frees nothing here.
+as long as the sequences concerned would have run (their mean stay, by Little's law). A compaction frees what the
+engine says it would, or joins the free blocks, for as long. A throttle is shown as in force; whom it would have kept
+out cannot be known, so it frees nothing here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Effects:
         self._pass_time(state, at)
         changed = self._taken_out(state)
         if at < self.joined_until and changed.free_blocks is not None:
-            changed = replace(changed, largest_free_run_blocks=changed.free_blocks)
+            changed = _compacted(changed)
         if at < self.limit_until:
             changed = replace(
                 changed, admission_max_prompt_tokens=self.limit, admission_expires_in_s=self.limit_until - at
@@ -57,7 +58,10 @@ class Effects:
                 return self._evict(record.spec.parameters.ratio or 0.0, state)
             case "compact":
                 self.joined_until = at + self.stay_s
-                return _result("compact", "the free blocks are one run")
+                spare = state.compactable_blocks
+                if spare is None:
+                    return _result("compact", "the free blocks are one run")
+                return _freeing("compact", spare, state)
             case "throttle":
                 parameters = record.spec.parameters
                 self.limit, self.limit_until = parameters.max_prompt_tokens, at + (parameters.ttl_seconds or 0.0)
@@ -75,12 +79,7 @@ class Effects:
         self.cached += from_cache
         self.hot += from_hot
         freed = round(from_cache + from_hot)
-        return replace(
-            _result("evict", f"about {freed} blocks freed"),
-            outcome="Succeeded" if freed else "Ineffective",
-            blocks_freed=freed,
-            bytes_freed=freed * (state.block_bytes or 1),
-        )
+        return _freeing("evict", freed, state)
 
     def _taken_out(self, state: Snapshot) -> Snapshot:
         if state.hot_blocks is None:
@@ -111,6 +110,23 @@ class Effects:
             left = math.exp(-passed / self.stay_s)
             self.hot, self.cached = self.hot * left, self.cached * left
         self.at, self.finished = at, state.finished_total
+
+
+def _compacted(state: Snapshot) -> Snapshot:
+    """A reading as it would be after compaction: spare blocks are free, or free ones one run."""
+    if state.compactable_blocks is None or state.hot_blocks is None:
+        return replace(state, largest_free_run_blocks=state.free_blocks)
+    spare, free = min(state.compactable_blocks, state.hot_blocks), state.free_blocks or 0
+    return replace(state, hot_blocks=state.hot_blocks - spare, free_blocks=free + spare, compactable_blocks=0)
+
+
+def _freeing(action: Action, blocks: int, state: Snapshot) -> ActionResult:
+    return replace(
+        _result(action, f"about {blocks} blocks freed"),
+        outcome="Succeeded" if blocks else "Ineffective",
+        blocks_freed=blocks,
+        bytes_freed=blocks * (state.block_bytes or 1),
+    )
 
 
 def _result(action: Action, message: str) -> ActionResult:

@@ -32,10 +32,11 @@ class EvictPolicy(ActionPolicy):
 
 
 class CompactPolicy(ActionPolicy):
-    """Second rung: close the holes between blocks, where the engine can and fragmentation is what costs."""
+    """Second rung: close holes, where the engine says that this frees blocks, or that free blocks lie scattered."""
 
     fragmentation: float = Field(default=0.5, gt=0, le=1)
-    """External fragmentation (1 - longest free run / free blocks) from which it is worth the time."""
+    """External fragmentation (1 - longest free run / free blocks) from which it is worth the time, where the engine
+    does not say how many blocks compaction would free."""
     budget_ms: int = Field(default=200, ge=1, le=10_000)
     """Milliseconds that one compaction may take."""
 

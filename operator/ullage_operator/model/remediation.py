@@ -50,6 +50,8 @@ class Evidence(Part):
     """Blocks free."""
     largest_free_run_blocks: int | None = None
     """Longest run of free blocks."""
+    compactable_blocks: int | None = None
+    """Hot blocks that compaction would free, where the engine says so."""
     running: int | None = None
     """Sequences running."""
     waiting: int | None = None

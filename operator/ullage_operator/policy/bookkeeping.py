@@ -146,11 +146,17 @@ def _judge(s: Situation, record: Remediation, after: Evidence) -> tuple[bool, st
     before = record.status.before or record.spec.inputs
     lower = after.score < s.policy.risk_threshold or after.score <= before.score - EFFECT_MARGIN
     if record.spec.action == "compact":
-        runs = f"longest free run went from {before.largest_free_run_blocks} to {after.largest_free_run_blocks} blocks"
-        return lower, f"{runs}; risk went from {before.score:.0f} to {after.score:.0f}"
+        return lower, f"{_closed(record, before, after)}; risk went from {before.score:.0f} to {after.score:.0f}"
     freed = record.status.bytes_freed or 0
     message = f"freed {freed} bytes; risk went from {before.score:.0f} to {after.score:.0f}"
     return freed > 0 and lower, message
+
+
+def _closed(record: Remediation, before: Evidence, after: Evidence) -> str:
+    """What a compaction did, in the terms for which it was decided."""
+    if before.compactable_blocks is None:
+        return f"longest free run went from {before.largest_free_run_blocks} to {after.largest_free_run_blocks} blocks"
+    return f"freed {record.status.bytes_freed or 0} bytes"
 
 
 def _conclude(

@@ -80,12 +80,15 @@ def check_evict(s: Situation) -> Decision | None:
 
 
 def check_compact(s: Situation) -> Decision | None:
-    """Second rung: close holes where eviction does not help and free blocks lie scattered."""
+    """Second rung: close holes where eviction does not help, and this frees blocks or free ones lie scattered."""
     observation = _turn(s, "compact")
     if observation is None:
         return None
     budget = s.policy.compact.budget_ms
-    message = f"{_risk(s, observation)} and free blocks lie scattered: compact for at most {budget} ms"
+    snapshot = observation.report.snapshot if observation.report else None
+    spare = snapshot.compactable_blocks if snapshot else None
+    holes = "free blocks lie scattered" if spare is None else f"{spare} blocks could be freed by closing holes"
+    message = f"{_risk(s, observation)} and {holes}: compact for at most {budget} ms"
     step = Step(action="compact", parameters=Parameters(budget_ms=budget), reason=Reason.COMPACT.value, message=message)
     return begin(s, observation, step)
 

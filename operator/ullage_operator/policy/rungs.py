@@ -97,7 +97,7 @@ def _useful(s: Situation, observation: Observation, action: RemedyAction) -> boo
         return not throttled(observation)
     if observation.pool_score < s.threshold(observation):
         return False  # the cache is not what is at risk
-    return _occupied(observation) if action == "evict" else _scattered(s, observation)
+    return _occupied(observation) if action == "evict" else _compactable(s, observation)
 
 
 def _beyond(s: Situation, observation: Observation, action: RemedyAction) -> bool:
@@ -136,8 +136,11 @@ def _occupied(observation: Observation) -> bool:
     return (snapshot.hot_blocks, snapshot.reclaimable_blocks) != (0, 0)
 
 
-def _scattered(s: Situation, observation: Observation) -> bool:
+def _compactable(s: Situation, observation: Observation) -> bool:
+    """Whether compaction would free blocks; of an engine that can't say, whether its free blocks lie scattered."""
     snapshot = observation.report.snapshot if observation.report else None
+    if snapshot is not None and snapshot.compactable_blocks is not None:
+        return snapshot.compactable_blocks > 0
     if snapshot is None or not snapshot.free_blocks or snapshot.largest_free_run_blocks is None:
         return False
     return 1 - snapshot.largest_free_run_blocks / snapshot.free_blocks >= s.policy.compact.fragmentation

@@ -49,7 +49,7 @@ class Reason(StrEnum):
     EVICT = "EvictColdBlocks"
     """Risk is at the threshold or above: drop the coldest blocks."""
     COMPACT = "CompactPool"
-    """Eviction does not help enough and free blocks lie scattered: close the holes."""
+    """Eviction does not help enough, and closing holes frees blocks or joins scattered free ones."""
     THROTTLE = "ThrottleLongPrompts"
     """Risk stays high though eviction failed, brought nothing or is not to be had: refuse long prompts."""
     RELEASE = "ReleaseThrottle"
