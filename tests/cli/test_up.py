@@ -469,6 +469,12 @@ BAD = [
     (("spec", "model", "source"), "package://yaml", "spec.model.source", "package://MODULE/FILE"),
     (("spec", "model", "source"), "pyproject.toml", "spec.model.source", ".gguf"),
     (("spec", "model", "source"), "/tmp", "spec.model.source", "config.json"),
+    (
+        ("spec", "engine", "speculation"),
+        {"method": "draft", "draftModel": "/nowhere/draft.gguf"},
+        "spec.engine.speculation.draftModel",
+        "does not exist",
+    ),
     (("spec", "suspend"), True, "spec.suspend", "false"),
 ]  # fmt: skip
 
