@@ -12,12 +12,13 @@ from ullage_engine import attention
 from ullage_engine.cells import CellPool
 from ullage_engine.decode_graphs import DecodeGraphs
 from ullage_engine.device import Device
-from ullage_engine.engine import Engine, EngineIdentity
+from ullage_engine.engine import Engine
 from ullage_engine.eviction import Protection
 from ullage_engine.layout import CacheLayout
 from ullage_engine.models import shape_of
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
+from ullage_engine.readings import EngineIdentity
 from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler

@@ -28,13 +28,14 @@ from throughput import model_and_text
 from ullage_engine import attention, engine, fused, models
 from ullage_engine import runner as runner_module
 from ullage_engine.cells import CellPool
-from ullage_engine.engine import Engine, EngineIdentity
+from ullage_engine.engine import Engine
 from ullage_engine.eviction import Protection
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
 from ullage_engine.packing import PackedLinear
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
+from ullage_engine.readings import EngineIdentity
 from ullage_engine.request import GenerationRequest, SamplingParams
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler

@@ -20,7 +20,7 @@ from ullage_engine.cells import CellPool
 from ullage_engine.config import EngineConfig, default_cache_dir
 from ullage_engine.decode_graphs import DecodeGraphs
 from ullage_engine.device import CpuDevice, Device, find_device
-from ullage_engine.engine import Engine, EngineIdentity
+from ullage_engine.engine import Engine
 from ullage_engine.errors import ConfigError, KernelError, SizingError
 from ullage_engine.eviction import Protection
 from ullage_engine.fused import fuse_layers
@@ -34,6 +34,7 @@ from ullage_engine.numerics import make_invariant
 from ullage_engine.packing import PackedLinear, cpu_has_matrix_units, pack_linears
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
+from ullage_engine.readings import EngineIdentity
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Scheduler
 from ullage_engine.speculation.assemble import DraftModel, find_draft, make_speculator, named_draft

@@ -39,7 +39,7 @@ def expected_tokens(prompt: Sequence[int], count: int, vocabulary: int) -> list[
 
 
 class FakeRunner:
-    """Implements `engine.Runner` over a table of numbers, one per slot of each cell; all heads hold the same.
+    """Implements `compute.Runner` over a table of numbers, one per slot of each cell; all heads hold the same.
 
     `data` is the same memory as bytes, [blocks, block_bytes] uint8, for copies between memory tiers.
 

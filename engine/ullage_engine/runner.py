@@ -75,7 +75,7 @@ class ModelRunner:
         return logits
 
     def launch(self, chunks: list[Chunk], ahead_of: Flight | None = None) -> Flight | None:
-        """Begin a decode step and return at once; see `engine.Runner`."""
+        """Begin a decode step and return at once; see `compute.Runner`."""
         if self._decode is None or not self._decode.fits(chunks):
             return None
         return self._decode.launch(chunks, ahead_of)

@@ -20,7 +20,10 @@ from ullage_agent.clock import SystemClock
 from ullage_agent.wire import ActionRequest
 
 pytestmark = pytest.mark.model
-FLAGS = "--served-name smollm2 --kv-memory 20MiB --threads 1 --protected-tokens 16 --recent-tokens 16 --port 0 --numerics invariant"
+FLAGS = (
+    "--served-name smollm2 --kv-memory 20MiB --threads 1 --protected-tokens 16 --recent-tokens 16 --port 0 "
+    "--numerics invariant"
+)
 """Invariant, since a prefix hit computes fewer rows at once, and matrix products may round differently for it."""
 
 

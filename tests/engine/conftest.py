@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,12 @@ def cpu_kernels(cpu_library: Path) -> Any:
 def fake_engine() -> Callable[..., Any]:
     """Makes an engine around `FakeRunner`: (engine, runner)."""
     from ullage_engine.cells import CellPool
-    from ullage_engine.engine import Engine, EngineIdentity
+    from ullage_engine.engine import Engine
     from ullage_engine.eviction import Protection
     from ullage_engine.fake_runner import FakeRunner
     from ullage_engine.pool import BlockPool
     from ullage_engine.prefix import PrefixIndex, blake2b_128
+    from ullage_engine.readings import EngineIdentity
     from ullage_engine.scheduler import Scheduler
     from ullage_engine.speculation.control import Costs
     from ullage_engine.speculation.speculator import Speculator
@@ -79,6 +81,7 @@ def fake_engine() -> Callable[..., Any]:
         classes: Any = None,
         retention: Any = None,
         device: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> tuple[Any, Any]:
         runner = FakeRunner(blocks, block_tokens, vocabulary, fail, grid, device)
         pool = BlockPool(blocks, block_tokens, PrefixIndex("salt", block_tokens, hasher))
@@ -97,6 +100,7 @@ def fake_engine() -> Callable[..., Any]:
             protection=Protection(first_tokens=first, recent_tokens=recent),
             speculator=Speculator(proposer, Costs(row=0.0), longest=4) if proposer else None,
             retention=retention,
+            clock=clock,
         )
         return engine, runner
 

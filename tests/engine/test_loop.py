@@ -162,8 +162,7 @@ def test_late_eviction_is_cancelled_and_never_happens(start: Callable[..., Engin
 def test_step_clock_stands_still_while_the_loop_is_stuck(fake_engine: Any) -> None:
     now = [10.0]
     gate = Gate()
-    engine, _ = fake_engine(fail=gate)
-    engine._clock = lambda: now[0]
+    engine, _ = fake_engine(fail=gate, clock=lambda: now[0])
     loop = EngineLoop(
         engine, LoopLimits(max_model_len=64, max_queue=8, max_sequences=4), frozenset(), clock=lambda: now[0]
     )

@@ -79,9 +79,8 @@ def serve(fake_engine: Any, tokenizer: Any) -> Serve:
         fail: Any, *, clock: Callable[[], float] = time.monotonic, max_queue: int = 8, **settings: Any
     ) -> AsyncIterator[httpx.AsyncClient]:
         engine, _ = fake_engine(
-            blocks=64, block_tokens=16, vocabulary=len(tokenizer), budget=64, sequences=1, fail=fail
+            blocks=64, block_tokens=16, vocabulary=len(tokenizer), budget=64, sequences=1, fail=fail, clock=clock
         )
-        engine._clock = clock
         limits = LoopLimits(max_model_len=1024, max_queue=max_queue, max_sequences=1)
         loop = EngineLoop(engine, limits, frozenset(), clock=clock)
         loop.start()
@@ -159,8 +158,8 @@ async def test_the_server_answers_during_a_long_prefill_of_the_real_model(smollm
     shape = shape_of(smollm2.config)
     store = BlockStore(CacheLayout(shape.layers, shape.kv_heads, shape.head_size, 16, "fp8"), 64)
     loop = assemble(config, smollm2, ModelRunner(smollm2.model, store, torch.device("cpu")))
-    runner = Repeating(loop._engine._runner)
-    loop._engine._runner = runner
+    runner = Repeating(loop._engine._compute._runner)
+    loop._engine._compute._runner = runner
     loop.start()
     try:
         async with client(Loaded(loop, smollm2.tokenizer), ServerConfig(public=LOCAL)) as http:
@@ -177,6 +176,7 @@ async def test_the_server_answers_during_a_long_prefill_of_the_real_model(smollm
             "completion_tokens": 1,
             "total_tokens": 481,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "kv_cache": {"kept_tokens": 480, "dropped_tokens": 0},
         }
     finally:
         runner.held.released.set()

@@ -31,7 +31,8 @@ LEAST_S = 60.0
 SERVER = """
 import sys
 from ullage_engine.build import LoadedEngine
-from ullage_engine.engine import Engine, EngineIdentity
+from ullage_engine.engine import Engine
+from ullage_engine.readings import EngineIdentity
 from ullage_engine.eviction import Protection
 from ullage_engine.fake_engine import tiny_tokenizer
 from ullage_engine.fake_runner import FakeRunner

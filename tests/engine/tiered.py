@@ -13,12 +13,13 @@ import torch
 
 from ullage_engine.budgets import Retention
 from ullage_engine.cells import CellPool
-from ullage_engine.engine import Engine, EngineIdentity
+from ullage_engine.engine import Engine
 from ullage_engine.eviction import Protection
 from ullage_engine.fake_device import FakeDevice
 from ullage_engine.fake_runner import FakeRunner, expected_tokens
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex, blake2b_128
+from ullage_engine.readings import EngineIdentity
 from ullage_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from ullage_engine.scheduler import Scheduler
 from ullage_engine.speculation.control import Costs
