@@ -95,7 +95,7 @@ def kernel(
     steps = queries.shape[1]
     if not scores.numel() or not steps:
         return scores.zero_()
-    tile = _tile(target)
+    tile = _tile(view, target)
     found, strides = addresses(tables, window)
     from ullage_engine.kernels.device.key_scores import score
 
@@ -113,7 +113,7 @@ def builds(serving: Serving, target: Target) -> list[Build]:
     """Over blocks, and over cells with window and soft cap; the sum is an entropy with less to do."""
     from ullage_engine.kernels.device.key_scores import score
 
-    view, tile = serving.view, _tile(target)
+    view, tile = serving.view, _tile(serving.view, target)
     arguments = {
         "data_ptr": "*u8:16", "queries_ptr": f"*{launch.TYPES[serving.element]}:16", "query_positions_ptr": "*i64:16",
         "lse_ptr": "*fp32:16", "scores_ptr": "*fp32:16", "table_ptr": "*i64:16", "rows_ptr": "*i64:16",
@@ -134,11 +134,11 @@ def builds(serving: Serving, target: Target) -> list[Build]:
     return found
 
 
-def _tile(target: Target) -> tuning.Tile:
-    """A program's rows stay in registers while all queries pass by."""
+def _tile(view: LayerView, target: Target) -> tuning.Tile:
+    """A program's rows stay in registers while all queries pass by, of which float32 leaves room for fewer."""
     if target is INTERPRETER:
         return tuning.Tile(64, 256, 4, 1)
-    return tuning.Tile(16 if target.backend == "hip" else 32, 32, 4, 1)
+    return tuning.Tile(16 if target.backend == "hip" or view.kind.name == "fp32" else 32, 32, 4, 1)
 
 
 def _check(view: LayerView, tables: Tables, queries: torch.Tensor, positions: torch.Tensor, lse: torch.Tensor) -> None:
