@@ -112,8 +112,7 @@ class LiveRequests:
             self._scheduler.finish(sequence)
             return
         own = [block for block in sequence.table if self._pool.references(block) == 1]
-        for block in own:
-            self._pool.withdraw(block)
+        self._scheduler.spoil(own)
         self._runner.scrub(own, sequence.cells.held if sequence.cells is not None else [])
         self._end(sequence)
         self.tally.failed += 1

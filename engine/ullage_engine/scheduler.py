@@ -263,6 +263,12 @@ class Scheduler:
         _insert(self.running, child)
         return True
 
+    def spoil(self, blocks: list[int]) -> None:
+        """These blocks are about to be overwritten: their content is offered no more, and kept nowhere below."""
+        for block in blocks:
+            self._pool.withdraw(block)
+        self._residency.overwritten(blocks)
+
     def read(self, reader: Sequence) -> None:
         """Run a sequence that shares its table's blocks with another, and that nobody waits for (`budgets`)."""
         self._pool.hold(reader.table)

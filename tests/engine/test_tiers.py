@@ -360,6 +360,26 @@ def test_a_failing_requests_blocks_are_kept_nowhere() -> None:
     tiered.engine.check_integrity()
 
 
+def test_a_block_that_is_zeroed_under_a_store_is_not_kept() -> None:
+    tiered = make_tiered(script=Script(progress=0.0))
+    prompt = [1, 2, 3, 4, 5, 6]
+    outputs = tiered.submit("parent", prompt, 12)
+    child = tiered.submit("child", prompt, 12, fork_of="parent")
+    tiered.engine.step()
+    parent, fork = tiered.engine.scheduler.running
+    assert parent.table[-1] == fork.table[-1]  # the begun block of both
+    tiered.engine.scheduler.preempt(parent)  # its copy waits to begin
+    assert parent.image is not None
+    [begun] = [piece for piece in parent.image.own if tiered.residency.manager.known(piece)]
+    tiered.engine._live.fail(fork, "the model failed")
+    assert child[-1].finish_reason == "error"
+    assert not tiered.residency.manager.known(begun)
+    tiered.transfers.release()
+    tiered.finish()
+    assert [output.token for output in outputs] == expected(prompt, 12)
+    tiered.engine.check_integrity()
+
+
 def test_sixty_four_prompts_with_words_of_their_own_in_a_tenth_of_their_memory() -> None:
     """Each prompt has its own canary; an answer that holds another's would differ from what it must be."""
     prompts = [[i % 5, i // 5 % 5, i // 25, 4 - i % 5] * 4 + [i % 3] for i in range(64)]

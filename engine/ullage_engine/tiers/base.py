@@ -101,6 +101,10 @@ class Residency(Protocol):
         """A sequence will never come back: its image is worthless."""
         ...
 
+    def overwritten(self, blocks: list[int]) -> None:
+        """The bytes of these blocks change now: what stores under way read of them is worthless."""
+        ...
+
     def coming(self) -> int:
         """Blocks that will be available once copies under way have ended; their end is bounded."""
         ...
@@ -137,6 +141,9 @@ class NothingBelow:
         return None
 
     def ended(self, sequence: Sequence) -> None:
+        return None
+
+    def overwritten(self, blocks: list[int]) -> None:
         return None
 
     def coming(self) -> int:

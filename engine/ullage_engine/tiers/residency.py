@@ -99,6 +99,12 @@ class TieredResidency:
     def left(self, sequence: Sequence) -> None:
         self._loads.left(sequence)
 
+    def overwritten(self, blocks: list[int]) -> None:
+        changed = set(blocks)
+        for job in self.manager.jobs():
+            if job.copy.kind == "store" and job.copy.block in changed:
+                self.manager.discard(job.content)
+
     def coming(self) -> int:
         now = self._clock()
         jobs = [job for job in self.manager.jobs() if not job.abandoned and job.deadline >= now]
