@@ -21,7 +21,7 @@ from ullage_engine.evictor import Evictor
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
 from ullage_engine.policies import Queries, make, select
-from ullage_engine.policies.mass import Keys, Rule, weight
+from ullage_engine.policies.mass import Keys, Rule, attention
 from ullage_engine.policies.reread import Rereading, readings
 from ullage_engine.policies.view import TensorView
 from ullage_engine.pool import BlockPool
@@ -281,10 +281,10 @@ class EvictionCache:
 
             def watch(layer: int, vectors: torch.Tensor, at: torch.Tensor = at) -> None:
                 queries = Queries(vectors[at[0] - length :], at)
-                keys, values = self._read(sequence, layer, length + vectors.shape[0])
+                keys, _ = self._read(sequence, layer, length + vectors.shape[0])
                 there = torch.arange(keys.shape[1]).expand(keys.shape[:2])
                 known = Keys(keys, there, there < length + vectors.shape[0])
-                found.take(layer, weight(queries, known, values, self._rule)[:, :rows])
+                found.take(layer, attention(queries, known, None, "max", self._rule)[:, :rows])
 
             self._make_room(sequence, len(reading.tokens))
             self._watched(sequence, len(reading.tokens), watch)

@@ -41,9 +41,9 @@ from ullage_engine.config import default_cache_dir
 from ullage_engine.kernels import cpu_build
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.policies import NAMES
+from ullage_engine.policies.reread import INSTRUCTION
 
 HERE = Path(__file__).resolve().parent
-INSTRUCTION = "\n\nRepeat the previous context exactly.\n"
 CAN = 0.9
 """Score of the full cache below which a question is beyond the model."""
 HEADLINE = 0.2

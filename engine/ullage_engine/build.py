@@ -32,6 +32,7 @@ from ullage_engine.loop import EngineLoop, LoopLimits
 from ullage_engine.measure import measure_step
 from ullage_engine.numerics import make_invariant
 from ullage_engine.packing import PackedLinear, cpu_has_matrix_units, pack_linears
+from ullage_engine.policies.reread import INSTRUCTION
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.readings import EngineIdentity
@@ -46,8 +47,6 @@ from ullage_engine.tiers.packing import CellPacking
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REPEAT = "\n\nRepeat the previous context exactly.\n\n"
-"""What a re-reading asks the model for."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -255,7 +254,7 @@ def retention(config: EngineConfig, loaded: models.LoadedModel) -> Retention:
         policy=config.eviction_policy,
         interval=config.evict_interval,
         policies={name: policies.make(name, scaling=scaling) for name in policies.NAMES},
-        instruction=tuple(loaded.tokenizer.encode(REPEAT, add_special_tokens=False)),
+        instruction=tuple(loaded.tokenizer.encode(INSTRUCTION, add_special_tokens=False)),
         inverse_frequencies=None if rotary is None else rotary.inv_freq.float(),
     )
 

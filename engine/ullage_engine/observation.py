@@ -54,7 +54,7 @@ class Reader(Protocol):
 
 @dataclass(eq=False, slots=True)
 class RereadWatch:
-    """Keeps the greatest weight that a re-reading gives each row of the context."""
+    """Keeps the greatest attention that a re-reading pays to each row of the context."""
 
     store: KeyStore
     scores: Rereading
@@ -72,11 +72,11 @@ class RereadWatch:
         if layer == 0 or self._rows is None:
             self._rows = self.reader.rows(queries.shape[0])
         rows, device = self._rows, queries.device
-        keys, values = self.store.read_cells(layer, rows.cells[layer])
+        keys, _ = self.store.read_cells(layer, rows.cells[layer])
         known = Keys(keys, rows.positions[layer].to(device), rows.exists[layer].to(device))
         positions = torch.arange(first + skipped, first + queries.shape[0], device=device)
         asked = Queries(queries[skipped:].float(), positions)
-        found = mass.weight(asked, known, values, rule)
+        found = mass.attention(asked, known, None, "max", rule)
         self.scores.take(layer, found[:, : self.scores.scores.shape[-1]].to(self.scores.scores.device))
 
 

@@ -43,13 +43,12 @@ def reference(
         queries: [N, W, Hq, D] after RoPE.
         positions: [N, W] int64 of the queries; -1: not a query.
         lse: [N, W, Hq] float32 of each query over all it saw, as attention gave it.
-        mode: over a row's probabilities p of all queries, `max` the greatest, `sum` their sum, `entropy` the sum of
-            -p log p.
+        mode: over a row's probabilities p of all queries: `max` the greatest of all query heads of its KV head; `sum`
+            their sum and `entropy` the sum of -p log p, averaged over these heads.
         scaling, window, softcap: as they were in attention.
 
     Returns:
-        [N, kv_heads, B * block_tokens] float32, averaged over the query heads of each KV head; 0 where there is no
-        row or no query saw it.
+        [N, kv_heads, B * block_tokens] float32; 0 where there is no row or no query saw it.
     """
     size, heads = view.block_tokens, view.kv_heads
     scores = torch.zeros((len(tables.at), heads, tables.blocks * size), dtype=torch.float32, device=queries.device)
@@ -179,10 +178,6 @@ def _reduced(logits: torch.Tensor, lse: torch.Tensor, seen: torch.Tensor, mode: 
     logs = (logits - total).masked_fill(unseen, float("-inf"))
     chances = logs.exp()
     if mode == "max":
-        reduced = chances.amax(2)
-    elif mode == "sum":
-        reduced = chances.sum(2)
-    else:
-        reduced = -(chances * logs.masked_fill(unseen, 0.0)).sum(2)
-    scores: torch.Tensor = reduced.mean(1)
-    return scores
+        return chances.amax((1, 2))
+    reduced = chances.sum(2) if mode == "sum" else -(chances * logs.masked_fill(unseen, 0.0)).sum(2)
+    return reduced.mean(1)

@@ -13,7 +13,10 @@ from typing import Literal, Protocol
 import torch
 
 Mode = Literal["max", "sum", "entropy"]
-"""One number of a row's probabilities p under several queries: the greatest; their sum; the sum of -p log p."""
+"""One number of a row's probabilities p under several queries.
+
+The greatest of all query heads of its KV head; or their sum, or the sum of -p log p, averaged over these heads.
+"""
 
 
 class Needs(Enum):
@@ -70,14 +73,14 @@ class SequenceView(Protocol):
         ...
 
     def attention(self, layer: int, mode: Mode) -> torch.Tensor:
-        """[H, R] of the observed queries' attention to each row, averaged over the query heads of a KV head.
+        """[H, R] of the observed queries' attention to each row.
 
         Probabilities are over all that a query saw. `kernels.key_scores` computes it, as does `mass.attention`.
         """
         ...
 
     def reread(self, layer: int) -> torch.Tensor:
-        """[H, R]: greatest weight that a re-reading gave each row (`reread.Rereading`)."""
+        """[H, R]: greatest attention that a re-reading paid to each row (`reread.Rereading`)."""
         ...
 
     def frequencies(self, layer: int) -> torch.Tensor | None:

@@ -16,9 +16,6 @@ from ullage_engine.policies.base import Mode, Queries
 TILE = 1 << 19
 """Logits of one tile (float32): as many as a core's cache holds, and enough for a matrix product to pay."""
 
-SMALLEST = 1e-6
-"""Of an output that attention is divided by; less is rounding."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
@@ -50,7 +47,7 @@ def log_sum_exp(queries: Queries, keys: Keys, rule: Rule) -> torch.Tensor:
 
 
 def attention(queries: Queries, keys: Keys, lse: torch.Tensor | None, mode: Mode, rule: Rule) -> torch.Tensor:
-    """[H, R] of the queries' probabilities of each key, averaged over the query heads of its KV head.
+    """[H, R] of the queries' probabilities of each key (`Mode`).
 
     Args:
         lse: [W, Hq] of each query over all that it saw; None: it saw no more than these keys, and one pass does.
@@ -68,29 +65,7 @@ def attention(queries: Queries, keys: Keys, lse: torch.Tensor | None, mode: Mode
         else:
             chances = logs.exp()
             found -= torch.where(chances > 0, chances * logs, 0.0).sum(2)
-    return found.mean(1)
-
-
-def weight(queries: Queries, keys: Keys, values: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """[H, R] greatest attention to each key, relative to the size of what the query's head gave out for it.
-
-    p / |o| with o = sum of p v over all keys: times |v| it is the most that a key alone made of any output. Where
-    values cancel, little attention moves much. Averaged over the query heads of a KV head. `kernels.key_scores` gives
-    the same in mode `max` with lse + log |o| for its log-sum-exp. KVzip+ in kvpress divides by the norm of the hidden
-    state instead.
-
-    Args:
-        keys: all that the queries saw.
-        values: [H, R, D], finite everywhere.
-    """
-    heads, rows = keys.exists.shape
-    found = torch.zeros((heads, queries.vectors.shape[1] // heads, rows), device=keys.vectors.device)
-    values = values.float().unsqueeze(1)
-    for _, logits in _tiles(queries, keys, rule):
-        chances = logits.softmax(-1).nan_to_num_(0.0)  # a query that saw nothing gives nothing
-        size = torch.linalg.vector_norm(chances @ values, dim=-1, keepdim=True)
-        torch.maximum(found, chances.div_(size.clamp_min(SMALLEST)).amax(2), out=found)
-    return found.mean(1)
+    return found.amax(1) if mode == "max" else found.mean(1)
 
 
 def _tiles(queries: Queries, keys: Keys, rule: Rule) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -1,9 +1,9 @@
 """Keys that a repeat of the context needs stay (Kim et al., KVzip, arXiv:2505.23416).
 
 Whoever can recite a context from what is left of its cache can answer any question about it, so the model is made to
-re-read the context, and each key's score is the *greatest* part that it had in any of those queries' outputs: a digit
-of a number is read once, by one head, and must not lose against what is looked at often. Its part is its attention
-times its value, relative to the output (`mass.weight`), so that heads of small and of large outputs compete fairly.
+re-read the context, and each key's score is the *greatest* attention that any of those queries paid to it, times the
+size of its value: a digit of a number is read once, by one query head of one group, and must not lose against what is
+looked at often or by more heads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ullage_engine.policies.base import Needs, SequenceView, by_layer
 
 @dataclass(frozen=True, slots=True)
 class Reconstruct:
-    """Score: greatest weight in the re-reading, times the norm of the value."""
+    """Score: greatest attention in the re-reading, times the norm of the value."""
 
     name: str = "reconstruct"
     needs: Needs = Needs.REREADING

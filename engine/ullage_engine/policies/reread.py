@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+INSTRUCTION = "\n\nRepeat the previous context exactly.\n\n"
+"""What the model is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -44,7 +47,7 @@ def readings(context: Sequence[int], instruction: Sequence[int], *, chunk: int, 
 
 
 class Rereading:
-    """Greatest weight that any reading gave each row of a context; [L, H, R] float32 in all."""
+    """Greatest attention that any reading paid to each row of a context; [L, H, R] float32 in all."""
 
     def __init__(self, layers: int, heads: int, rows: int, device: torch.device | str = "cpu") -> None:
         self.scores = torch.zeros((layers, heads, rows), device=device)
@@ -53,6 +56,6 @@ class Rereading:
     def nbytes(self) -> int:
         return self.scores.numel() * self.scores.element_size()
 
-    def take(self, layer: int, weight: torch.Tensor) -> None:
-        """Take in what one reading gave in a layer, [H, R] (`mass.weight`)."""
-        torch.maximum(self.scores[layer], weight, out=self.scores[layer])
+    def take(self, layer: int, attention: torch.Tensor) -> None:
+        """Take in what one reading gave in a layer, [H, R] (`mass.attention` in mode `max`)."""
+        torch.maximum(self.scores[layer], attention, out=self.scores[layer])

@@ -103,7 +103,10 @@ def score(
                     reduced += tl.sum(chances, axis=0)
                 else:
                     reduced += tl.sum(chances * tl.where(m_seen, logs, 0.0), axis=0) * -LN_2
-            scores += reduced / REPEAT
+            if MODE == "max":
+                scores = tl.maximum(scores, reduced)
+            else:
+                scores += reduced / REPEAT
     scores = tl.where(o_place < rows, scores, 0.0)
     p_scores = scores_ptr + tl.program_id(0).to(tl.int64) * width * BLOCK_TOKENS
     tl.store(p_scores + o_place, scores, mask=o_place < width * BLOCK_TOKENS)
