@@ -48,8 +48,8 @@ class Settings:
 
     policies: tuple[str, ...]
     keeps: tuple[float, ...]
-    first_tokens: int = 16
-    recent_tokens: int = 32
+    first_tokens: int = 4
+    recent_tokens: int = 8
     observed: int = 64
     """Last queries that are recorded."""
     chunk: int = 512
@@ -70,6 +70,14 @@ class Costs:
     score_s: dict[str, float] = field(default_factory=dict)
     scored: int = 0
     """How often every policy scored."""
+    cut_s: dict[str, float] = field(default_factory=dict)
+    """Choosing, gathering and switching, by policy."""
+    cuts: int = 0
+    """Of each policy."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Entries, by policy."""
+    decode_s: float = 0.0
+    decode_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -132,6 +140,11 @@ class EvictionCache:
         AttentionInterface.register(ATTENTION, watched)
         self._model.set_attn_implementation(ATTENTION)
 
+    @property
+    def heads(self) -> int:
+        """Entries of a token."""
+        return self._layout.layers * self._layout.kv_heads
+
     # -- contexts ------------------------------------------------------------------------------------------------
 
     def prefill(self, tokens: Sequence[int], instruction: Sequence[int]) -> Base:
@@ -157,12 +170,16 @@ class EvictionCache:
 
     def variants(self, base: Base) -> list[Variant]:
         """The full cache, and a cut copy for each policy and budget."""
+        self.costs.cuts += len(self.settings.keeps)
         made = [Variant(None, 1.0, self._copy(base.sequence, base.sequence.tokens), len(base.sequence.table), 0)]
         for policy, scores in self._scores(base).items():
             for keep in self.settings.keeps:
                 sequence = self._copy(base.sequence, base.sequence.tokens)
                 blocks = len(sequence.table)
+                began = time.perf_counter()
                 evicted = self._evictor.cut(sequence, lambda rows, s=scores, k=keep: self._keep(rows, s, k))
+                self.costs.cut_s[policy] = self.costs.cut_s.get(policy, 0.0) + time.perf_counter() - began
+                self.costs.dropped[policy] = self.costs.dropped.get(policy, 0) + evicted.entries
                 made.append(Variant(policy, keep, sequence, blocks, evicted.blocks))
         return made
 
@@ -202,17 +219,27 @@ class EvictionCache:
             self._roll_back(sequence, tokens, computed)
         return given
 
-    def losses(self, sequences: Sequence[LiveSequence], prompt: Sequence[int], text: Sequence[int]) -> list[float]:
-        """Mean negative log likelihood of a text after a prompt, in nats."""
-        result = []
-        for sequence in sequences:
-            tokens, computed = sequence.tokens, sequence.computed
-            sequence.tokens = [*tokens[:computed], *prompt]
-            logits = self._logits([sequence], [tuple(text[:-1])])
-            chances = logits.log_softmax(-1).gather(1, torch.tensor(text).unsqueeze(1))
-            result.append(-float(chances.mean()))
-            self._roll_back(sequence, tokens, computed)
-        return result
+    def chances(self, sequence: LiveSequence, prompt: Sequence[int], text: Sequence[int]) -> torch.Tensor:
+        """[len(text)] log likelihood of each token of a text after a prompt and the text before it."""
+        tokens, computed = sequence.tokens, sequence.computed
+        sequence.tokens = [*tokens[:computed], *prompt]
+        logs = self._logits([sequence], [tuple(text[:-1])]).float().log_softmax(-1)
+        self._roll_back(sequence, tokens, computed)
+        return logs.gather(1, torch.tensor(text).unsqueeze(1))[:, 0]
+
+    def decode(self, sequence: LiveSequence, steps: int) -> None:
+        """Time some decode steps of one sequence alone, and forget them."""
+        tokens, computed = sequence.tokens, sequence.computed
+        sequence.tokens = [*tokens[:computed], tokens[0]]
+        for at in range(steps + 1):
+            began = time.perf_counter()
+            chosen = self._forward([sequence], [()])[0]
+            if at:  # the first finds caches cold
+                self.costs.decode_s += time.perf_counter() - began
+                self.costs.decode_tokens += 1
+            sequence.computed += 1
+            sequence.tokens = [*sequence.tokens, *chosen]
+        self._roll_back(sequence, tokens, computed)
 
     def _forward(self, sequences: Sequence[LiveSequence], drafts: Sequence[tuple[int, ...]]) -> list[list[int]]:
         """Greedy choices after each sequence's last token and after each of its drafts."""
@@ -284,7 +311,7 @@ class EvictionCache:
                 keys, _ = self._read(sequence, layer, length + vectors.shape[0])
                 there = torch.arange(keys.shape[1]).expand(keys.shape[:2])
                 known = Keys(keys, there, there < length + vectors.shape[0])
-                found.take(layer, attention(queries, known, None, "max", self._rule)[:, :rows])
+                found.take(layer, attention(queries, known, None, "square", self._rule)[:, :rows])
 
             self._make_room(sequence, len(reading.tokens))
             self._watched(sequence, len(reading.tokens), watch)

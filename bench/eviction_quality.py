@@ -2,11 +2,13 @@
 
     python bench/eviction_quality.py [--contexts 1024 2048] [--count 10] [--kvpress-python PATH] [--quick]
 
-Tasks are in `eviction_tasks`. Each is first done with the full cache, and what that cannot do (below 0.9) is left out;
-retention is the score divided by the full cache's. Two settings: the question is asked after eviction (`unseen`, what
-a cache shared by several questions meets) or has been read before it (`seen`). Budgets are shares of all (layer, head,
-token) entries of the context, protected ones included; here the first 16 and the last 32 tokens are protected, not
-256 and the engine's recent window, which at 1,024 tokens would leave a budget of 20 % nothing to choose.
+Tasks are in `eviction_tasks`. Each is first done with the full cache, and what that cannot do is left out: a score
+below 0.9, or an answer with a token that it gives less than half of all probability, which any rounding may turn into
+another (`--sure 0` counts these too). Retention is the score divided by the full cache's. Two settings: the question
+is asked after eviction (`unseen`, what a cache shared by several questions meets) or has been read before it (`seen`).
+Budgets are shares of all (layer, head, token) entries of the context, protected ones included; here the blocks of the
+first 4 and the last 8 tokens are protected (kvpress protects 4 tokens), not 256 and the engine's recent window, which
+at 1,024 tokens would leave a budget of 20 % nothing to choose.
 
 kvpress runs in an environment of its own on the same contexts and budgets, against its own full cache, where
 `--kvpress-python` (or KVPRESS_PYTHON) names its Python. Results are appended to `--partial` as they come, and a run
@@ -24,7 +26,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,10 @@ from ullage_engine.policies.reread import INSTRUCTION
 HERE = Path(__file__).resolve().parent
 CAN = 0.9
 """Score of the full cache below which a question is beyond the model."""
+SURE = 0.5
+"""Probability of an answer's least likely token, below which the full cache itself may say something else next time."""
+DECODED = 16
+"""Steps that are timed to say what a decode step takes."""
 HEADLINE = 0.2
 
 
@@ -62,6 +68,8 @@ class Result:
     """None: the full cache."""
     keep: float
     scores: dict[str, float]
+    sure: dict[str, float] = field(default_factory=dict)
+    """Of the full cache, by task: the probability of the right answer's least likely token."""
     blocks: int = 0
     freed: int = 0
 
@@ -84,25 +92,34 @@ class Results:
         return any((r.length, r.context, r.setting, r.side) == (length, context, setting, side) for r in self.all)
 
 
+Found = list[tuple[Variant, list[float], list[float]]]
+"""Of each variant, for each probe: its value, and how sure the full cache is of the answer (of others nothing)."""
+
+
 def run_ours(
     cache: EvictionCache, context: Context, instruction: Sequence[int], settings: Sequence[str]
-) -> Iterator[tuple[str, list[tuple[Variant, list[float]]]]]:
-    """Values of each variant for each probe, by setting."""
+) -> Iterator[tuple[str, Found]]:
+    """What each variant says to each probe, by setting."""
     base = cache.prefill(context.tokens, instruction)
+    cache.decode(base.sequence, DECODED)
     for setting in settings:
-        if setting == "unseen":
-            variants = cache.variants(base)
-            values = [ask(cache, variants, probe.task, probe.prompt, probe.answer) for probe in context.probes]
-            yield setting, [(v, [row[i] for row in values]) for i, v in enumerate(variants)]
-            cache.release([v.sequence for v in variants])
-            continue
-        found: list[list[float]] = []
+        rows: list[list[float]] = []
+        sure: list[float] = []
+        variants: list[Variant] = []
         for probe in context.probes:
-            asked = cache.asked(base, probe.prompt)
-            variants = cache.variants(asked)
-            found.append(ask(cache, variants, probe.task, probe.prompt[-1:], probe.answer))
-            cache.release([asked.sequence, *(v.sequence for v in variants)])
-        yield setting, [(v, [row[i] for row in found]) for i, v in enumerate(variants)]
+            prompt = probe.prompt
+            if setting == "seen" or not variants:
+                cache.release([v.sequence for v in variants])
+                read = base if setting == "unseen" else cache.asked(base, prompt)
+                variants = cache.variants(read)
+                if read is not base:
+                    cache.release([read.sequence])
+            if setting == "seen":
+                prompt = prompt[-1:]
+            rows.append(ask(cache, variants, probe.task, prompt, probe.answer))
+            sure.append(math.exp(float(cache.chances(variants[0].sequence, prompt, probe.answer).min())))
+        cache.release([v.sequence for v in variants])
+        yield setting, [(v, [row[i] for row in rows], [] if v.policy else sure) for i, v in enumerate(variants)]
     cache.release([base.sequence])
 
 
@@ -112,7 +129,7 @@ def ask(
     """The score of each variant."""
     sequences = [variant.sequence for variant in variants]
     if task == "text":
-        return [math.exp(-loss) for loss in cache.losses(sequences, prompt, answer)]
+        return [math.exp(float(cache.chances(sequence, prompt, answer).mean())) for sequence in sequences]
     return [share_right(answer, given) for given in cache.answers(sequences, prompt, answer)]
 
 
@@ -150,10 +167,11 @@ def ours(options: argparse.Namespace, folder: Path, made: dict[int, list[Context
                                 v.policy,
                                 v.keep,
                                 scores(context, values),
+                                scores(context, sure) if sure else {},
                                 v.blocks,
                                 v.freed,
                             )
-                            for v, values in found
+                            for v, values, sure in found
                         ]
                     )
                     print(f"  {length} {context.name} {setting}: {line_of(context, found)}", flush=True)
@@ -162,11 +180,11 @@ def ours(options: argparse.Namespace, folder: Path, made: dict[int, list[Context
     return costs
 
 
-def line_of(context: Context, found: Sequence[tuple[Variant, list[float]]]) -> str:
+def line_of(context: Context, found: Found) -> str:
     """Progress: the mean score of every policy at the budget nearest to the headline's."""
-    keeps = sorted({v.keep for v, _ in found if v.policy}, key=lambda keep: abs(keep - HEADLINE))
+    keeps = sorted({v.keep for v, *_ in found if v.policy}, key=lambda keep: abs(keep - HEADLINE))
     parts = []
-    for variant, values in found:
+    for variant, values, _ in found:
         if variant.policy is None or (keeps and variant.keep == keeps[0]):
             mean = sum(scores(context, values).values()) / len(scores(context, values))
             parts.append(f"{variant.policy or 'full'} {mean:.2f}")
@@ -174,10 +192,27 @@ def line_of(context: Context, found: Sequence[tuple[Variant, list[float]]]) -> s
 
 
 def cost_of(cache: EvictionCache) -> dict[str, Any]:
-    """Milliseconds of one scoring by policy, and what the re-reading costs beside a prefill."""
-    costs = cache.costs
+    """What evicting a token costs by policy, beside a decode step; and what the re-reading costs beside a prefill.
+
+    A token is one entry of each head of each layer. Scoring is shared by the cuts to all budgets, as if each had its
+    own; the observation of queries is not counted, for here the prefill notes them on its way.
+    """
+    costs, heads = cache.costs, cache.heads
+    step = costs.decode_s / costs.decode_tokens
+    per_token = {}
+    for name, seconds in costs.score_s.items():
+        if name == "reconstruct":
+            seconds += costs.reread_s * costs.scored / costs.contexts
+        cuts, tokens = costs.cuts, costs.dropped[name] / heads
+        score, cut = seconds * (cuts / costs.scored) / tokens, costs.cut_s[name] / tokens
+        per_token[name] = {
+            "score_us": round(1e6 * score, 1),
+            "cut_us": round(1e6 * cut, 1),
+            "share_of_decode_step": round((score + cut) / step, 4),
+        }
     return {
-        "score_ms": {name: round(1e3 * s / costs.scored, 1) for name, s in costs.score_s.items()},
+        "per_evicted_token": per_token,
+        "decode_step_ms": round(1e3 * step, 1),
         "prefill_ms": round(1e3 * costs.prefill_s / costs.contexts, 1),
         "reread_prefill_ratio": round(costs.reread_s / costs.prefill_s, 2),
         "reread_tokens_ratio": round(costs.reread_tokens / costs.prefill_tokens, 3),
@@ -217,17 +252,19 @@ def kvpress(options: argparse.Namespace, folder: Path, made: dict[int, list[Cont
             sys.exit(f"error: kvpress ended with status {process.returncode}; run {HERE / 'run_kvpress.py'} by hand")
 
 
-def retention(results: Sequence[Result]) -> dict[tuple[str, str, str, float], dict[str, list[float]]]:
+def retention(
+    results: Sequence[Result], least: float = SURE
+) -> dict[tuple[str, str, str, float], dict[str, list[float]]]:
     """Score over the full cache's, by (side, setting, method, budget) and task, one for each context that it can do."""
-    whole = {(r.side, r.length, r.context, r.setting): r.scores for r in results if r.method is None}
+    whole = {(r.side, r.length, r.context, r.setting): r for r in results if r.method is None}
     found: dict[tuple[str, str, str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for r in results:
         if r.method is None:
             continue
         full = whole[r.side, r.length, r.context, r.setting]
         for task, score in r.scores.items():
-            if task == "text" or full[task] >= CAN:
-                found[r.side, r.setting, r.method, r.keep][task].append(score / full[task])
+            if task == "text" or (full.scores[task] >= CAN and full.sure[task] >= least):
+                found[r.side, r.setting, r.method, r.keep][task].append(score / full.scores[task])
     return found
 
 
@@ -240,20 +277,25 @@ def overall(tasks: dict[str, list[float]]) -> float:
     return mean([value for task, values in tasks.items() if task != "text" for value in values])
 
 
-def table(results: Sequence[Result], keeps: Sequence[float], setting: str) -> Iterator[str]:
-    found = retention(results)
+def table(results: Sequence[Result], keeps: Sequence[float], setting: str, least: float) -> Iterator[str]:
+    found = retention(results, least)
     rows = list(dict.fromkeys((side, method) for side, s, method, _ in found if s == setting))
     tasks = list(dict.fromkeys(t for key, by_task in found.items() if key[1] == setting for t in by_task))
-    yield f"{setting:28}" + "".join(f"{f'keep {keep:.0%}':>10}" for keep in keeps) + "   at 20 %: " + ", ".join(tasks)
+    yield (
+        f"{setting:28}"
+        + "".join(f"{f'keep {keep:.0%}':>10}" for keep in keeps)
+        + "   at 20 %, of so many answers: "
+        + ", ".join(tasks)
+    )
     for side, method in rows:
         line = [overall(found[side, setting, method, keep]) for keep in keeps]
         at = found.get((side, setting, method, HEADLINE), {})
-        detail = "  ".join(f"{mean(at.get(task, [])):.2f}" for task in tasks)
+        detail = "  ".join(f"{mean(at.get(task, [])):.2f}/{len(at.get(task, []))}" for task in tasks)
         yield f"{side + ' ' + method:28}" + "".join(f"{value:10.3f}" for value in line) + f"   {detail}"
 
 
-def picture(results: Sequence[Result], keeps: Sequence[float], settings: Sequence[str]) -> str:
-    found = retention(results)
+def picture(results: Sequence[Result], keeps: Sequence[float], settings: Sequence[str], least: float) -> str:
+    found = retention(results, least)
     charts = []
     for setting in settings:
         rows = list(dict.fromkeys((side, method) for side, s, method, _ in found if s == setting))
@@ -265,10 +307,10 @@ def picture(results: Sequence[Result], keeps: Sequence[float], settings: Sequenc
     return svg("Share of the full cache's score that is left, by share of entries kept", charts)
 
 
-def headline(results: Sequence[Result], keeps: Sequence[float], setting: str) -> dict[str, Any]:
+def headline(results: Sequence[Result], keeps: Sequence[float], setting: str, least: float = SURE) -> dict[str, Any]:
     """At the budget of 20 %, or the nearest there is."""
     keep = min(keeps, key=lambda k: abs(k - HEADLINE))
-    found = retention(results)
+    found = retention(results, least)
     by_side: dict[str, dict[str, float]] = {"ullage": {}, "kvpress": {}}
     for (side, s, method, k), tasks in found.items():
         if (s, k) == (setting, keep):
@@ -291,6 +333,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keeps", type=float, nargs="+", default=[0.5, 0.3, 0.2, 0.1])
     parser.add_argument("--policies", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--settings", nargs="+", choices=("unseen", "seen"), default=["unseen", "seen"])
+    parser.add_argument("--sure", type=float, default=SURE, help="see above (%(default)s)")
     parser.add_argument("--floor", type=int, default=0, help="entries that each head keeps at least")
     parser.add_argument("--kv-type", default="bf16", help="the engine's cache type (%(default)s: eviction alone)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="everyone's weights")
@@ -320,12 +363,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kvpress(options, folder, made, results)
     done = [r for r in results.all if r.length in made]
     for setting in options.settings:
-        print("\n".join(["", *table(done, options.keeps, setting)]), flush=True)
+        print("\n".join(["", *table(done, options.keeps, setting, options.sure)]), flush=True)
     if options.plot:
-        options.plot.write_text(picture(done, options.keeps, options.settings))
+        options.plot.write_text(picture(done, options.keeps, options.settings, options.sure))
     report = {"machine": about, "contexts": options.contexts, "count": options.count, "costs": costs}
-    seen = {s: headline(done, options.keeps, s) for s in options.settings}
-    print(json.dumps(headline(done, options.keeps, options.settings[0]) | {"settings": seen} | report))
+    by_setting = {s: headline(done, options.keeps, s, options.sure) for s in options.settings}
+    print(json.dumps(by_setting[options.settings[0]] | {"settings": by_setting} | report))
     return 0
 
 

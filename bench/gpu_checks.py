@@ -59,7 +59,7 @@ class Comparisons:
                 form = f"{self.kind}, {'cells' if cells else 'blocks'}, {name}"
                 found.append((f"paged_decode {form}", partial(self.decode, f"paged_decode {form}", rule, cells)))
                 found.append((f"paged_prefill {form}", partial(self.prefill, f"paged_prefill {form}", rule, cells)))
-        found += [(f"key_scores {mode}", partial(self.scores, mode)) for mode in ("max", "sum", "entropy")]
+        found += [(f"key_scores {mode}", partial(self.scores, mode)) for mode in ("square", "sum", "entropy")]
         return [*found, ("merge", self.merged), ("gather_cells", self.gathered), ("copy_blocks", self.copies)]
 
     # -- bytes -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """One contestant of `eviction_quality.py`: NVIDIA's kvpress, in an environment of its own.
 
 Usage: KVPRESS_PYTHON run_kvpress.py JOB. Prints a JSON line for each context and setting as it goes:
-[context, setting, [[method, budget, scores], ...]], the method of the full cache being null.
+[context, setting, [[method, budget, scores, sure], ...]]. The method of the full cache is null, and it alone says how
+sure it is of each answer.
 
 KVzip and AdaKV only pretend to drop what differs from head to head: they put fake keys over it, and no memory is freed.
 """
@@ -85,10 +86,10 @@ class Peer:
             tokens, ahead = [given[-1]], (2 * max(1, ahead) if right == len(draft) else 1)
         return given[: len(answer)]
 
-    def loss(self, cache: Any, position: int, prompt: Sequence[int], text: Sequence[int]) -> float:
-        """Mean negative log likelihood of a text, in nats."""
-        chances = self._logits(cache, position, [*prompt, *text[:-1]], len(text)).log_softmax(-1)
-        return -float(chances.gather(1, self._torch.tensor(text).unsqueeze(1)).mean())
+    def chances(self, cache: Any, position: int, prompt: Sequence[int], text: Sequence[int]) -> Any:
+        """[len(text)] log likelihood of each token of a text after a prompt and the text before it."""
+        logs = self._logits(cache, position, [*prompt, *text[:-1]], len(text)).log_softmax(-1)
+        return logs.gather(1, self._torch.tensor(text).unsqueeze(1))[:, 0]
 
     def _logits(self, cache: Any, position: int, tokens: Sequence[int], keep: int) -> Any:
         inputs = self._torch.tensor([list(tokens)])
@@ -105,9 +106,12 @@ class Peer:
         for layer, length in zip(cache.layers, lengths, strict=True):
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
 
-    def scores(self, context: Context, setting: str, press: Any | None) -> dict[str, float]:
-        """Of each task; `seen`: the question but its last token is part of what is read before the cut."""
-        values = []
+    def scores(self, context: Context, setting: str, press: Any | None) -> tuple[dict[str, float], dict[str, float]]:
+        """Of each task, and how sure the full cache is.
+
+        `seen`: the question but its last token is part of what is read before the cut.
+        """
+        values, sure = [], []
         cache = self.prefill(context.tokens, press) if setting == "unseen" else None
         for probe in context.probes:
             read_before = [] if setting == "unseen" else probe.prompt[:-1]
@@ -115,11 +119,14 @@ class Peer:
             state = cache if cache is not None else self.prefill(tokens, press)
             lengths, rest = self._lengths(state), probe.prompt[len(read_before) :]
             if probe.task == "text":
-                values.append(math.exp(-self.loss(state, len(tokens), rest, probe.answer)))
+                values.append(math.exp(float(self.chances(state, len(tokens), rest, probe.answer).mean())))
             else:
                 values.append(share_right(probe.answer, self.answer(state, len(tokens), rest, probe.answer)))
             self._crop(state, lengths)
-        return scores(context, values)
+            if press is None:
+                sure.append(math.exp(float(self.chances(state, len(tokens), rest, probe.answer).min())))
+                self._crop(state, lengths)
+        return scores(context, values), (scores(context, sure) if sure else {})
 
 
 def _untemplated(folder: str) -> str:
@@ -143,10 +150,10 @@ def main() -> None:
             for setting in job["settings"]:
                 if setting == "seen" and context.probes[0].task == "text":
                     continue
-                found: list[tuple[str | None, float, dict[str, float]]] = [
-                    (None, 1.0, peer.scores(context, setting, None)),
+                found: list[tuple[str | None, float, dict[str, float], dict[str, float]]] = [
+                    (None, 1.0, *peer.scores(context, setting, None)),
                     *(
-                        (name, keep, peer.scores(context, setting, press(1.0 - keep)))
+                        (name, keep, *peer.scores(context, setting, press(1.0 - keep)))
                         for name, press in methods().items()
                         for keep in job["keeps"]
                     ),

@@ -54,7 +54,7 @@ class Reader(Protocol):
 
 @dataclass(eq=False, slots=True)
 class RereadWatch:
-    """Keeps the greatest attention that a re-reading pays to each row of the context."""
+    """Adds up the squared attention that a re-reading pays to each row of the context."""
 
     store: KeyStore
     scores: Rereading
@@ -64,9 +64,11 @@ class RereadWatch:
     reader: Reader | None = None
     """Set by whoever makes the reader, before its first step."""
     _rows: Rows | None = None
+    _taken: dict[int, int] = field(default_factory=dict)
+    """Position of the first query that has not counted yet, by layer: a step that failed is computed again."""
 
     def see(self, layer: int, queries: torch.Tensor, first: int, rule: Rule) -> None:
-        skipped = max(0, self.observed - first)
+        skipped = max(0, self._taken.get(layer, self.observed) - first)
         if self.reader is None or skipped >= queries.shape[0]:
             return
         if layer == 0 or self._rows is None:
@@ -76,8 +78,9 @@ class RereadWatch:
         known = Keys(keys, rows.positions[layer].to(device), rows.exists[layer].to(device))
         positions = torch.arange(first + skipped, first + queries.shape[0], device=device)
         asked = Queries(queries[skipped:].float(), positions)
-        found = mass.attention(asked, known, None, "max", rule)
+        found = mass.attention(asked, known, None, "square", rule)
         self.scores.take(layer, found[:, : self.scores.scores.shape[-1]].to(self.scores.scores.device))
+        self._taken[layer] = first + queries.shape[0]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

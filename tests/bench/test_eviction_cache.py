@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from eviction_cache import EvictionCache, Settings
+from eviction_quality import cost_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ullage_engine import models
@@ -84,11 +85,29 @@ def test_a_question_that_was_seen_is_part_of_the_context(model: Any) -> None:
 
 
 @torch.inference_mode()
-def test_losses_are_those_of_the_text(model: Any) -> None:
+def test_chances_are_those_of_the_text(model: Any) -> None:
     model.set_attn_implementation("sdpa")
     logits = model(torch.tensor([[*CONTEXT, *PROMPT, *ANSWER[:-1]]])).logits[0, -len(ANSWER) :].log_softmax(-1)
-    wanted = -float(logits.gather(1, torch.tensor(ANSWER)[:, None]).mean())
+    wanted = logits.gather(1, torch.tensor(ANSWER)[:, None])[:, 0]
     cache = cache_of(model, (), ())
     variants = cache.variants(cache.prefill(CONTEXT, [1]))
-    got = cache.losses([variants[0].sequence], PROMPT, ANSWER)
-    assert got == [pytest.approx(wanted, rel=1e-3)]
+    got = cache.chances(variants[0].sequence, PROMPT, ANSWER)
+    assert torch.allclose(got, wanted, rtol=1e-3)
+
+
+@torch.inference_mode()
+def test_costs_are_of_what_was_dropped(model: Any) -> None:
+    cache = cache_of(model, NAMES, (0.5,))
+    base = cache.prefill(CONTEXT, [1, 2])
+    cache.decode(base.sequence, 3)
+    assert base.sequence.computed == len(CONTEXT)
+    variants = cache.variants(base)
+    for variant in variants[1:]:
+        kept = variant.sequence.kept_tokens
+        assert cache.costs.dropped[str(variant.policy)] == pytest.approx((len(CONTEXT) - kept) * cache.heads, abs=1)
+    told = cost_of(cache)
+    assert set(told["per_evicted_token"]) == set(NAMES)
+    one = told["per_evicted_token"]["reconstruct"]
+    step = cache.costs.decode_s / cache.costs.decode_tokens
+    assert one["share_of_decode_step"] == pytest.approx((one["score_us"] + one["cut_us"]) / 1e6 / step, rel=0.05)
+    assert cache.costs.decode_tokens == 3

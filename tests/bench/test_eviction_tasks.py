@@ -60,7 +60,9 @@ def test_a_job_comes_back_as_it_was_written(made: list[Context], tmp_path: Path)
     assert read(tmp_path / "job") == (made, {"model": "m", "keeps": [0.2]})
 
 
-def result(method: str | None, score: float, full: bool = False, name: str = "a", freed: int = 8) -> Result:
+def result(
+    method: str | None, score: float, full: bool = False, name: str = "a", freed: int = 8, sure: float = 0.9
+) -> Result:
     return Result(
         1024,
         name,
@@ -69,6 +71,7 @@ def result(method: str | None, score: float, full: bool = False, name: str = "a"
         method,
         1.0 if full else 0.2,
         {"copy": score, "text": 0.1},
+        {"copy": sure, "text": 0.01} if full else {},
         10,
         0 if full else freed,
     )
@@ -88,6 +91,15 @@ def test_retention_leaves_out_what_the_full_cache_cannot_do() -> None:
     assert headline(every, [0.5, 0.2], "unseen") == {
         "keep": 0.2, "retention": {"window": 0.4}, "kvpress": {}, "bytes_freed_ratio": 0.8
     }  # fmt: skip
+
+
+def test_an_answer_that_the_full_cache_gives_by_a_hair_does_not_count_unless_asked_for() -> None:
+    every = [
+        result(None, 1.0, True, sure=0.4), result("window", 0.1),
+        result(None, 1.0, True, "b", sure=0.6), result("window", 0.5, name="b"),
+    ]  # fmt: skip
+    assert retention(every)["ullage", "unseen", "window", 0.2]["copy"] == [0.5]
+    assert retention(every, 0.0)["ullage", "unseen", "window", 0.2]["copy"] == [0.1, 0.5]
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

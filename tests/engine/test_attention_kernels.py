@@ -172,7 +172,7 @@ def test_cells_of_each_heads_own_equal_float64(
             assert close(lse[at[n] + i], logs, kind, 20)
 
 
-@pytest.mark.parametrize("mode", ["max", "sum", "entropy"])
+@pytest.mark.parametrize("mode", ["square", "sum", "entropy"])
 @settings(max_examples=4, deadline=None)
 @given(
     layout=layouts, repeat=st.sampled_from([1, 3]), window=st.sampled_from([None, 20]),
@@ -308,9 +308,9 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     refused("sinks must be", sinks=torch.ones(3, device=cases.DEVICE))
     queries, positions, lse = query[:, None], fit.positions[:, None], torch.ones(2, 1, 4, device=cases.DEVICE)
     with pytest.raises(ValueError, match="lse must be"):
-        key_scores.kernel(view, fit, queries, positions, lse[..., :2], "max", scaling=1.0)
+        key_scores.kernel(view, fit, queries, positions, lse[..., :2], "square", scaling=1.0)
     with pytest.raises(ValueError, match="positions must be"):
-        key_scores.kernel(view, fit, queries, positions.int(), lse, "max", scaling=1.0)
+        key_scores.kernel(view, fit, queries, positions.int(), lse, "square", scaling=1.0)
     with pytest.raises(ValueError, match="lses must be"):
         merge.kernel(out[None], out[None, ..., 0, :2], fit.at, out, None)
 

@@ -68,7 +68,7 @@ RULES = [Rule(scaling=0.3), Rule(scaling=1.5, softcap=4.0), Rule(scaling=0.3, wi
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("mode", ["max", "sum", "entropy"])
+@pytest.mark.parametrize("mode", ["square", "sum", "entropy"])
 @pytest.mark.parametrize("tile", [1, 300, 1 << 22])
 def test_attention_is_its_definition_whatever_the_tile(
     mode: Mode, rule: Rule, tile: int, monkeypatch: pytest.MonkeyPatch
@@ -80,10 +80,8 @@ def test_attention_is_its_definition_whatever_the_tile(
         found = torch.zeros(19, dtype=torch.float64)
         for of_heads in chances(view, 1):
             for row, p in of_heads[query_head].items():
-                value = -p * math.log(p) if mode == "entropy" else p
-                found[row] = max(float(found[row]), value) if mode == "max" else found[row] + value
-        head = query_head // GROUP
-        wanted[head] = torch.maximum(wanted[head], found) if mode == "max" else wanted[head] + found / GROUP
+                found[row] += {"square": p * p, "sum": p, "entropy": -p * math.log(p)}[mode]
+        wanted[query_head // GROUP] += found / GROUP
     assert torch.allclose(view.attention(1, mode).double(), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -105,7 +103,7 @@ def test_a_query_that_sees_nothing_counts_for_nothing() -> None:
     assert torch.equal(mass.log_sum_exp(late.observed[0], keys, late.rule), torch.full((2, 6), -math.inf))
     assert not late.attention(0, "sum").any()
     assert not late.attention(0, "entropy").any()
-    assert not late.attention(0, "max").any()
+    assert not late.attention(0, "square").any()
 
 
 def test_no_matrix_of_all_queries_and_keys_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +183,26 @@ def test_readings_of_nothing_are_refused(wrong: dict[str, int]) -> None:
         readings([1, 2], [], chunk=4)
 
 
-def test_rereading_keeps_the_greatest_of_all_readings() -> None:
+def test_reconstruct_scores_what_dropping_a_row_does_to_heads_outputs() -> None:
+    """To first order: each query's output moves by p times the value, and squares add up."""
+    view = drawn(9, 4, rule=RULES[0])
+    squares = torch.stack([view.attention(layer, "square") for layer in range(LAYERS)])
+    scores = make("reconstruct", scaling=0.3).score(replace(view, rereading=squares))
+    wanted = torch.zeros(HEADS, 9, dtype=torch.float64)
+    for of_heads in chances(view, 1):
+        for query_head, rows in enumerate(of_heads):
+            for row, p in rows.items():
+                moved = p * view.values(1)[query_head // GROUP, row].double()
+                wanted[query_head // GROUP, row] += moved.square().sum() / GROUP
+    assert torch.allclose(scores[1].double(), wanted, rtol=1e-5)
+
+
+def test_rereading_adds_what_readings_give() -> None:
     rereading = Rereading(LAYERS, HEADS, 4)
     first, second = torch.rand(2, HEADS, 4, generator=torch.Generator().manual_seed(0))
     rereading.take(1, first)
     rereading.take(1, second)
-    assert torch.equal(rereading.scores[1], torch.maximum(first, second))
+    assert torch.equal(rereading.scores[1], first + second)
     assert not rereading.scores[0].any()
     assert rereading.nbytes == LAYERS * HEADS * 4 * 4
 

@@ -20,7 +20,7 @@ from ullage_engine.kernels.view import LayerView
 
 LOGITS = 1 << 24
 """Numbers that the reference's matrix of logits may have."""
-Mode = Literal["max", "sum", "entropy"]
+Mode = Literal["square", "sum", "entropy"]
 
 
 def reference(
@@ -43,8 +43,8 @@ def reference(
         queries: [N, W, Hq, D] after RoPE.
         positions: [N, W] int64 of the queries; -1: not a query.
         lse: [N, W, Hq] float32 of each query over all it saw, as attention gave it.
-        mode: over a row's probabilities p of all queries: `max` the greatest of all query heads of its KV head; `sum`
-            their sum and `entropy` the sum of -p log p, averaged over these heads.
+        mode: over a row's probabilities p of all queries: the sum of p squared (`square`), of p (`sum`) or of -p log p
+            (`entropy`), averaged over the query heads of its KV head.
         scaling, window, softcap: as they were in attention.
 
     Returns:
@@ -121,7 +121,7 @@ def builds(serving: Serving, target: Target) -> list[Build]:
         "block_bytes": "i64:16", "layer_offset": "i64:16",
     }  # fmt: skip
     found = []
-    for cells, mode in ((False, "max"), (True, "entropy")):
+    for cells, mode in ((False, "square"), (True, "entropy")):
         constants = {
             **launch.view_constants(view, target), "REPEAT": serving.queries, "CELLS": cells, "WINDOW": cells,
             "SOFTCAP": cells, "MODE": mode, "QUERIES": tile.queries, "TILE": tile.rows,
@@ -177,7 +177,8 @@ def _reduced(logits: torch.Tensor, lse: torch.Tensor, seen: torch.Tensor, mode: 
     unseen = ~seen.unsqueeze(1) | (total == float("-inf"))
     logs = (logits - total).masked_fill(unseen, float("-inf"))
     chances = logs.exp()
-    if mode == "max":
-        return chances.amax((1, 2))
-    reduced = chances.sum(2) if mode == "sum" else -(chances * logs.masked_fill(unseen, 0.0)).sum(2)
-    return reduced.mean(1)
+    if mode == "entropy":
+        chances = -chances * logs.masked_fill(unseen, 0.0)
+    elif mode == "square":
+        chances = chances.square()
+    return chances.sum(2).mean(1)

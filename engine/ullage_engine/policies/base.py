@@ -12,10 +12,10 @@ from typing import Literal, Protocol
 
 import torch
 
-Mode = Literal["max", "sum", "entropy"]
+Mode = Literal["square", "sum", "entropy"]
 """One number of a row's probabilities p under several queries.
 
-The greatest of all query heads of its KV head; or their sum, or the sum of -p log p, averaged over these heads.
+The sum of p squared, of p, or of -p log p, averaged over the query heads of its KV head.
 """
 
 
@@ -80,7 +80,7 @@ class SequenceView(Protocol):
         ...
 
     def reread(self, layer: int) -> torch.Tensor:
-        """[H, R]: greatest attention that a re-reading paid to each row (`reread.Rereading`)."""
+        """[H, R]: squared attention that a re-reading paid to each row (`reread.Rereading`)."""
         ...
 
     def frequencies(self, layer: int) -> torch.Tensor | None:

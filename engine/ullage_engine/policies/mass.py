@@ -58,14 +58,14 @@ def attention(queries: Queries, keys: Keys, lse: torch.Tensor | None, mode: Mode
         total = logits.logsumexp(-1, keepdim=True) if lse is None else lse[at].T.reshape(*logits.shape[:3], 1)
         # a query that saw nothing has a total of -inf, and gives nothing
         logs = logits.sub_(total.masked_fill(total == float("-inf"), 0.0))
-        if mode == "max":
-            torch.maximum(found, logs.amax(2).exp(), out=found)
+        if mode == "square":
+            found += logs.mul_(2).exp_().sum(2)
         elif mode == "sum":
             found += logs.exp_().sum(2)
         else:
             chances = logs.exp()
             found -= torch.where(chances > 0, chances * logs, 0.0).sum(2)
-    return found.amax(1) if mode == "max" else found.mean(1)
+    return found.mean(1)
 
 
 def _tiles(queries: Queries, keys: Keys, rule: Rule) -> Iterator[tuple[slice, torch.Tensor]]:

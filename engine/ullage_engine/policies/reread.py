@@ -47,7 +47,7 @@ def readings(context: Sequence[int], instruction: Sequence[int], *, chunk: int, 
 
 
 class Rereading:
-    """Greatest attention that any reading paid to each row of a context; [L, H, R] float32 in all."""
+    """Squares of the attention that readings paid to each row of a context, added up; [L, H, R] float32 in all."""
 
     def __init__(self, layers: int, heads: int, rows: int, device: torch.device | str = "cpu") -> None:
         self.scores = torch.zeros((layers, heads, rows), device=device)
@@ -57,5 +57,5 @@ class Rereading:
         return self.scores.numel() * self.scores.element_size()
 
     def take(self, layer: int, attention: torch.Tensor) -> None:
-        """Take in what one reading gave in a layer, [H, R] (`mass.attention` in mode `max`)."""
-        torch.maximum(self.scores[layer], attention, out=self.scores[layer])
+        """Add what some of a reading's queries gave in a layer, [H, R] (`mass.attention` in mode `square`)."""
+        self.scores[layer] += attention

@@ -76,7 +76,6 @@ def score(
         elif not CELLS:
             o_known = tl.load(starts_ptr + o_n * starts_stride + o_row // BLOCK_TOKENS) + o_slot
         for o_head in range(o_h * REPEAT, o_h * REPEAT + REPEAT):
-            reduced = tl.zeros((TILE,), tl.float32)
             for o_some in range(0, queries, QUERIES):
                 o_query = o_some + tl.arange(0, QUERIES)  # [QUERIES]
                 m_query = o_query < queries
@@ -97,16 +96,12 @@ def score(
                     m_seen = m_seen & (o_position[:, None] - o_known[None, :] < window)
                 logs = tl.where(m_seen, logits - lse[:, None], float("-inf"))
                 chances = tl.exp2(logs)  # [QUERIES, TILE]
-                if MODE == "max":
-                    reduced = tl.maximum(reduced, tl.max(chances, axis=0))
+                if MODE == "square":
+                    scores += tl.sum(chances * chances, axis=0)
                 elif MODE == "sum":
-                    reduced += tl.sum(chances, axis=0)
+                    scores += tl.sum(chances, axis=0)
                 else:
-                    reduced += tl.sum(chances * tl.where(m_seen, logs, 0.0), axis=0) * -LN_2
-            if MODE == "max":
-                scores = tl.maximum(scores, reduced)
-            else:
-                scores += reduced / REPEAT
-    scores = tl.where(o_place < rows, scores, 0.0)
+                    scores += tl.sum(chances * tl.where(m_seen, logs, 0.0), axis=0) * -LN_2
+    scores = tl.where(o_place < rows, scores / REPEAT, 0.0)
     p_scores = scores_ptr + tl.program_id(0).to(tl.int64) * width * BLOCK_TOKENS
     tl.store(p_scores + o_place, scores, mask=o_place < width * BLOCK_TOKENS)
