@@ -26,7 +26,7 @@ MAX_LEAD_S = 120.0
 READING_S = 1.0
 """Each reading stands for so long."""
 NEAR_MISS = 0.97
-LEVELS = (*range(50, 90, 5), *range(85, 100), 99.5, 99.8)
+LEVELS = (*range(50, 85, 5), *range(85, 100), 99.5, 99.8)
 """Scores that are tried as the level of an alarm, to see what is gained and lost."""
 
 Alarms = list[tuple[float, bool]]

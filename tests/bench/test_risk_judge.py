@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from risk_judge import Alarms, Tally, at_equal_false_alarms, episodes, tally
+from risk_judge import ALARM, LEVELS, Alarms, Tally, at_equal_false_alarms, episodes, tally
 from risk_simulator import Scenario
+from risk_traces import judge_scenarios
 
 
 def judged(alarms: Alarms, events: tuple[float, ...] = (), shortages: tuple[float, ...] = ()) -> Tally:
@@ -69,3 +70,11 @@ def test_the_level_is_lowered_until_a_false_alarm_more() -> None:
     assert at_equal_false_alarms(curve, did(0.5, 5))["recall"] == 1.0
     assert at_equal_false_alarms(curve, Tally())["level"] == 99.0
     assert at_equal_false_alarms({80.0: did(0.9, 5)}, did(0.5, 3))["level"] is None
+
+
+def test_a_scenario_counts_once_at_every_level() -> None:
+    one = Scenario(name="s", family="f", flavour="ullage", points=(), events=(300.0,), shortages=(), duration=600.0)
+    verdict = judge_scenarios([(0, one)])
+    assert set(verdict.curve) == set(LEVELS)
+    assert {(len(did.leads), did.hours) for did in verdict.curve.values()} == {(1, 600 / 3600)}
+    assert verdict.curve[ALARM] == verdict.whole("ullage")
