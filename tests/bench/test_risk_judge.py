@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from risk_judge import ALARM, LEVELS, Alarms, Tally, at_equal_false_alarms, episodes, tally
+from risk_judge import ALARM, LEVELS, Alarms, Tally, at_equal_false_alarms, episodes, recall_gain, tally
 from risk_simulator import Scenario
 from risk_traces import judge_scenarios
 
@@ -70,6 +70,29 @@ def test_the_level_is_lowered_until_a_false_alarm_more() -> None:
     assert at_equal_false_alarms(curve, did(0.5, 5))["recall"] == 1.0
     assert at_equal_false_alarms(curve, Tally())["level"] == 99.0
     assert at_equal_false_alarms({80.0: did(0.9, 5)}, did(0.5, 3))["level"] is None
+
+
+def foresaw(count: int, false: int = 0) -> Tally:
+    return Tally(leads=(5.0,) * 10, foreseen=count, false_alarms=false, hours=1.0)
+
+
+def test_a_gain_in_recall_is_as_sure_as_scenarios_are_many() -> None:
+    some = [foresaw(10), foresaw(0)] * 5
+    assert recall_gain({90.0: some}, some) == (0.0, 0.0)
+    assert recall_gain({90.0: [foresaw(10)] * 10}, [foresaw(0)] * 10) == (1.0, 1.0)
+    bounds = recall_gain({90.0: some}, [foresaw(0)] * 10)  # ten scenarios decide, not their hundred events
+    assert bounds is not None
+    assert bounds[0] <= 0.3
+    assert bounds[1] >= 0.7
+    assert recall_gain({90.0: [Tally()]}, [Tally()]) is None
+
+
+def test_a_gain_in_recall_is_at_a_level_found_anew() -> None:
+    lower, higher = [foresaw(10, false=1), *[foresaw(10)] * 9], [foresaw(2)] * 10
+    baseline = [*[foresaw(0)] * 9, foresaw(0, false=1)]
+    assert recall_gain({80.0: lower, 90.0: higher}, baseline) == (0.2, 1.0)
+    never = [foresaw(10, false=1)] * 10
+    assert recall_gain({90.0: never}, [foresaw(5)] * 10) == (-0.5, -0.5)
 
 
 def test_a_scenario_counts_once_at_every_level() -> None:
