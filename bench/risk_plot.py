@@ -29,7 +29,7 @@ def plot_trace(
         "waiting": [(at, float(state.waiting or 0)) for at, state in states],
     }
     marks = [] if truth is None else [(truth, "first preemption")]
-    path.write_text(svg(f"vLLM 0.32, {name} trace", lines, marks, (85.0, "alarm")))
+    path.write_text(svg(f"vLLM 0.32, {name} trace", lines, marks, 85.0))
 
 
 def plot_tradeoff(
@@ -42,14 +42,16 @@ def plot_tradeoff(
     def place(x: float, y: float) -> tuple[float, float]:
         return MARGIN + inner_w * min(x, right) / right, MARGIN + inner_h * (1 - y / 100.0)
 
-    chart = svg("Recall (%) against false alarms an hour", {"score": [(right, -100.0)]}, (), (0.0, ""), unit="an hour")
+    title = "Recall (%) against false alarms an hour"
+    chart = svg(title, {"score": [(right, -100.0)]}, (), None, unit="false alarms an hour")
     corners = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y, _ in curve if x <= right)
     marks = [f'<polyline points="{corners}" fill="none" stroke="#c62828" stroke-width="1.6"/>']
     here = [(x, y, f"score at {chosen}", "#c62828") for x, y, level in curve if level == chosen]
     for x, y, words, colour in (*here, *((x, y, words, "#1565c0") for x, y, words in others)):
         left, top = place(x, y)
         marks.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="4" fill="{colour}"/>')
-        marks.append(f'<text x="{left + 7:.1f}" y="{top + 12:.1f}" fill="{colour}">{escape(words)}</text>')
+        beside = top - 8 if words.startswith("score") else top + 12  # above its curve, the others below
+        marks.append(f'<text x="{left + 7:.1f}" y="{beside:.1f}" fill="{colour}">{escape(words)}</text>')
     path.write_text(chart.replace("</svg>", "\n".join([*marks, "</svg>"])))
 
 
@@ -57,12 +59,12 @@ def svg(
     title: str,
     lines: dict[str, list[tuple[float, float]]],
     marks: Sequence[tuple[float, str]],
-    level: tuple[float, str],
+    level: float | None,
     *,
     top: float = 100.0,
     unit: str = "seconds",
 ) -> str:
-    """A small chart: named lines over x, vertical marks, one horizontal level."""
+    """A small chart: named lines over x, vertical marks, at most one horizontal level."""
     right = max(x for line in lines.values() for x, _ in line) or 1.0
     inner_w, inner_h = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
 
@@ -80,15 +82,17 @@ def svg(
         parts.append(
             f'<path d="M{MARGIN} {y:.1f}H{WIDTH - MARGIN}" stroke="#ddd"/><text x="8" y="{y + 4:.1f}">{value:g}</text>'
         )
-        x = MARGIN + inner_w * step / 5
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 24}" text-anchor="middle">{round(right * step / 5, 1):g}</text>')
+    for value in ticks(right):
+        x = MARGIN + inner_w * value / right
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 28}" text-anchor="middle">{value:g}</text>')
     parts.append(f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 10}" text-anchor="end">{escape(unit)}</text>')
-    y = float(place(0, level[0]).split(",")[1])
-    parts.append(f'<path d="M{MARGIN} {y}H{WIDTH - MARGIN}" stroke="#c62828" stroke-dasharray="4 3"/>')
+    if level is not None:
+        y = float(place(0, level).split(",")[1])
+        parts.append(f'<path d="M{MARGIN} {y}H{WIDTH - MARGIN}" stroke="#c62828" stroke-dasharray="4 3"/>')
     for x, words in marks:
         at = float(place(x, 0).split(",")[0])
         parts.append(f'<path d="M{at} {MARGIN}V{HEIGHT - MARGIN}" stroke="black" stroke-dasharray="2 2"/>')
-        parts.append(f'<text x="{at + 4}" y="{MARGIN + 10}">{escape(words)}</text>')
+        parts.append(f'<text x="{at + 4}" y="{MARGIN - 6}">{escape(words)}</text>')
     palette = iter(["#c62828", "#1565c0", "#2e7d32", "#8e24aa", "#ef6c00"])
     for index, (name, line) in enumerate(lines.items()):
         colour = COLOURS.get(name) or next(palette)
@@ -96,3 +100,10 @@ def svg(
         parts.append(f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         parts.append(f'<text x="{WIDTH - 420 + index * 90}" y="18" fill="{colour}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def ticks(right: float) -> list[float]:
+    """Round numbers from 0 to `right`, six to eleven of them."""
+    unit = 10.0 ** math.floor(math.log10(right))
+    step = next(unit * part for part in (0.1, 0.2, 0.5, 1.0) if right <= 10 * unit * part)
+    return [step * number for number in range(int(right / step + 1e-9) + 1)]
