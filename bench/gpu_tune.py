@@ -64,7 +64,7 @@ def tune(speeds: Speeds, target: Target, kinds: Iterable[str], budget: Budget) -
         ]
         for name, queries, measure in works:
             key = tuning.key_of(target, kind, HEAD_SIZE, queries)
-            rule = tuning.by_rule(target, key.columns, queries)
+            rule = tuning.by_rule(target, kind, key.columns, queries)
             rows = fastest(key, tuning.candidates(rule), measure, lambda what: budget.allows(what, 8))
             best = worth_checking_in(rows)
             if best is not None:

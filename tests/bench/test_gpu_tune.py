@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import gpu_tune
@@ -17,7 +18,7 @@ from ullage_engine.layout import CacheLayout
 
 TARGET = targets.of_nvidia(90)
 KEY = Key("sm_90", "fp8", 128, 16)
-RULE = tuning.by_rule(TARGET, 128, 4)
+RULE = tuning.by_rule(TARGET, "fp8", 128, 4)
 
 
 def test_candidates_begin_with_the_rule_and_are_all_different() -> None:
@@ -52,7 +53,7 @@ def test_what_was_measured_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) 
     layout = CacheLayout(1, 2, 128, 16, "fp8")
     view = LayerView.of(torch.zeros((1, layout.block_bytes), dtype=torch.uint8), layout, 0)
     assert tuning.tile_of(view, TARGET, 4) == other
-    assert tuning.tile_of(view, TARGET, 64) == tuning.by_rule(TARGET, 128, 64)
+    assert tuning.tile_of(view, TARGET, 64) == tuning.by_rule(TARGET, "fp8", 128, 64)
     assert tuning.tile_of(view, targets.of_nvidia(80), 4) == RULE
 
 
@@ -60,6 +61,14 @@ def test_what_was_measured_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) 
 def test_decode_and_prefill_are_told_apart(target: targets.Target) -> None:
     keys = [tuning.key_of(target, "fp8", 128, queries) for queries in (1, 16, 17, 32, 33, 64, 8192)]
     assert [key.queries for key in keys] == [16, 16, 32, 32, 64, 64, 64]
+
+
+@pytest.mark.parametrize("target", [t for t in targets.TARGETS if t.backend == "cuda"], ids=lambda target: target.name)
+def test_a_thread_sums_few_products_of_float32_at_once(target: targets.Target) -> None:
+    """Dots of float32 are unrolled; of 1,024 products to a thread compilers keep too much in registers, and spill."""
+    for columns, queries in product((64, 128, 256), (1, 16, 17, 32, 33, 4096)):
+        tile = tuning.by_rule(target, "fp32", columns, queries)
+        assert tile.queries * tile.rows * columns <= 512 * 32 * tile.warps
 
 
 def row(us: float | None, rows: int = 64) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import kernel_cases as cases
@@ -21,6 +22,7 @@ from ullage_engine.kernels import dispatch, key_scores, launch, merge, paged_dec
 from ullage_engine.kernels.tables import BlockTables, CellTables, Chunks
 from ullage_engine.kernels.view import LayerView
 from ullage_engine.layout import CacheLayout
+from ullage_engine.quant import CACHE_TYPES
 from ullage_engine.store import BlockStore
 
 ON_GPU = cases.DEVICE.type == "cuda"
@@ -320,8 +322,8 @@ def test_every_tile_divides_a_split() -> None:
     from ullage_engine.kernels.targets import INTERPRETER, TARGETS
 
     for target in (*TARGETS, INTERPRETER):
-        for size in (16, 64, 80, 128, 256):
-            view = BlockStore(CacheLayout(2, 1, size), 1).views[LAYER]
+        for size, kind in product((16, 64, 80, 128, 256), CACHE_TYPES):
+            view = BlockStore(CacheLayout(2, 1, size, kv_type=kind), 1).views[LAYER]
             for queries in (1, 3, 16, 20, 64, 4096):
                 tile = tuning.tile_of(view, target, queries)
                 assert launch.SPLIT % tile.rows == 0

@@ -44,7 +44,7 @@ MEASURED: dict[Key, Tile] = {}
 
 def tile_of(view: LayerView, target: Target, queries: int) -> Tile:
     """For up to `queries` queries of a KV head in all."""
-    rule = by_rule(target, columns_of(view.head_size), queries)
+    rule = by_rule(target, view.kind.name, columns_of(view.head_size), queries)
     return MEASURED.get(key_of(target, view.kind.name, view.head_size, queries), rule)
 
 
@@ -53,15 +53,19 @@ def key_of(target: Target, kind: str, head_size: int, queries: int) -> Key:
     return Key(target.name, kind, columns_of(head_size), min(64, max(16, side(queries))))
 
 
-def by_rule(target: Target, columns: int, queries: int) -> Tile:
+def by_rule(target: Target, kind: str, columns: int, queries: int) -> Tile:
     """What fits every target."""
     if target is INTERPRETER:
         return Tile(16 if queries <= 16 else 64, 256, 4, 1)  # fewer and larger operations are faster
-    wide = columns > 128
     if target.backend == "hip":  # more queries, or loads ahead, cost more registers than there are
         return Tile(16, 32, 4, 1)
+    # dots of float32 are sums in registers, without tensor cores: of more to a thread ptxas spills some
+    summed = kind == "fp32" and columns >= 128
+    wide = columns > 128 or summed
     if queries <= 16:
         return Tile(16, 32, 8, 2) if wide else Tile(16, 64, 4, 2)
+    if summed:
+        return Tile(32, 16, 8, 2)
     return Tile(32 if wide or queries <= 32 else 64, 32, 8, 2)
 
 
