@@ -4,7 +4,8 @@
 
 No GPU is needed: Triton brings all compilers. Serving configurations are head sizes 64, 128, 256; 1, 3, 4, 8 queries
 a KV head; each cache type; blocks of 8, 16, 32 tokens; builds that are alike are made once. `--reduced` keeps one
-configuration for all targets and adds every other value on one of them. A build fails that does not compile, spills
+configuration for all targets and adds every other head size with each cache type, every other value, and the builds
+that come closest to a target's limits, on one target each. A build fails that does not compile, spills
 registers, or takes more shared memory than a thread block may have on its target. The table shows the greatest figures
 of each kernel's builds. The last line is one JSON object.
 """
@@ -23,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from multiprocessing import get_context
 from typing import Any
 
@@ -40,6 +41,13 @@ KV_HEADS = 8
 LAYERS = 2
 USUAL: tuple[int, int, KvType, int] = (128, 4, "fp8", 16)
 """Head size, query heads a KV head, cache type and tokens a block of the models most served."""
+TIGHT: tuple[tuple[str, tuple[int, int, KvType, int]], ...] = (
+    ("sm_90", (128, 8, "fp32", 8)),
+    ("sm_90", (256, 1, "fp8", 16)),
+    ("sm_120", (256, 8, "fp32", 32)),
+    ("gfx942", (256, 8, "fp32", 16)),
+)
+"""Targets, and what comes closest to their registers or shared memory, or was seen beyond with larger tiles."""
 PROGRESS = 100
 """Builds after which it is said how far it is: all of them take hours."""
 
@@ -78,11 +86,13 @@ def servings(reduced: bool) -> dict[Target, list[tuple[int, int, KvType, int]]]:
     if not reduced:
         every = list(product(HEAD_SIZES, QUERIES, CACHE_TYPES, BLOCK_SIZES))
         return dict.fromkeys(TARGETS, every)
-    chosen = {target: [USUAL] for target in TARGETS}
-    values = (HEAD_SIZES, QUERIES, tuple(CACHE_TYPES), BLOCK_SIZES)
-    others = [[value for value in of if value != usual] for of, usual in zip(values, USUAL, strict=True)]
-    for at, target in zip(range(max(map(len, others))), reversed(TARGETS), strict=False):
-        chosen[target].append(tuple(of[at % len(of)] for of in others))  # type: ignore[arg-type]
+    chosen = {target: [USUAL, *(tight for name, tight in TIGHT if name == target.name)] for target in TARGETS}
+    there = {(head_size, kind) for each in chosen.values() for head_size, _, kind, _ in each}
+    shapes = [shape for shape in product(HEAD_SIZES, CACHE_TYPES) if shape not in there]
+    for (head_size, kind), target, queries, tokens in zip(
+        shapes, cycle(TARGETS), cycle(QUERIES), cycle(BLOCK_SIZES), strict=False
+    ):
+        chosen[target].append((head_size, queries, kind, tokens))
     return chosen
 
 

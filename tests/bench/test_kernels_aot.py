@@ -52,6 +52,14 @@ def test_the_reduced_matrix_has_the_usual_configuration_everywhere() -> None:
     assert {len(c) for c in aot.servings(reduced=False).values()} == {3 * 4 * len(CACHE_TYPES) * 3}
 
 
+def test_the_reduced_matrix_has_each_cache_type_with_each_head_size_and_what_is_tight() -> None:
+    chosen = aot.servings(reduced=True)
+    shapes = {(head_size, kind) for configurations in chosen.values() for head_size, _, kind, _ in configurations}
+    assert shapes == {*product(aot.HEAD_SIZES, CACHE_TYPES)}
+    assert {*aot.TIGHT} <= {(target.name, c) for target, configurations in chosen.items() for c in configurations}
+    assert sum(map(len, chosen.values())) <= 20, "CI builds these within minutes"
+
+
 @pytest.mark.parametrize("operation", dispatch.OPERATIONS, ids=name_of)
 def test_the_reduced_matrix_builds_each_kernel_with_every_value_that_it_knows(operation: Operation) -> None:
     built = [job.serving for job in aot.jobs(True, {target.name for target in TARGETS}, {name_of(operation)})]
