@@ -42,8 +42,8 @@ LAYERS = 2
 USUAL: tuple[int, int, KvType, int] = (128, 4, "fp8", 16)
 """Head size, query heads a KV head, cache type and tokens a block of the models most served."""
 TIGHT: tuple[tuple[str, tuple[int, int, KvType, int]], ...] = (
+    ("sm_80", (256, 1, "fp8", 16)),
     ("sm_90", (128, 8, "fp32", 8)),
-    ("sm_90", (256, 1, "fp8", 16)),
     ("sm_120", (256, 8, "fp32", 32)),
     ("gfx942", (256, 8, "fp32", 16)),
 )
