@@ -7,7 +7,7 @@ odds are therefore weighed with the share of the pool that is held or waited for
     evidence = ln(chance / (1 - chance)) + WEIGHT * (share - LEVEL)
 
 Weight and curve were fitted to the simulated scenarios 1000 to 1599 (`bench/risk_simulator.py`), which are none of
-those that figures are reported of (docs/adr/0005).
+those that figures are reported of (docs/adr/0008).
 """
 
 from __future__ import annotations

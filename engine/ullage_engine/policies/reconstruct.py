@@ -4,7 +4,7 @@ Whoever can recite a context from what is left of its cache can answer any quest
 re-read the context. A query that gives a row the probability p loses about p v of its head's output when the row goes,
 v being the row's value; the score is the square of that loss, summed over all queries. KVzip ranks by the greatest p
 alone: it keeps what one query needs just as well, and forgets what many queries need a little, which a sum of p would
-let win over everything (docs/adr/0005).
+let win over everything (docs/adr/0009).
 """
 
 from __future__ import annotations
