@@ -44,12 +44,12 @@ Watch = Callable[[int, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How scores are made and what is never dropped."""
+    """How scores are made, and what is protected as far as a budget allows; as the engine does it by default."""
 
     policies: tuple[str, ...]
     keeps: tuple[float, ...]
-    first_tokens: int = 4
-    recent_tokens: int = 8
+    first_tokens: int = 256
+    recent_tokens: int = 256
     observed: int = 64
     """Last queries that are recorded."""
     chunk: int = 512
@@ -177,7 +177,9 @@ class EvictionCache:
                 sequence = self._copy(base.sequence, base.sequence.tokens)
                 blocks = len(sequence.table)
                 began = time.perf_counter()
-                evicted = self._evictor.cut(sequence, lambda rows, s=scores, k=keep: self._keep(rows, s, k))
+                evicted = self._evictor.cut(
+                    sequence, keep * sequence.computed, lambda rows, s=scores, k=keep: self._keep(rows, s, k)
+                )
                 self.costs.cut_s[policy] = self.costs.cut_s.get(policy, 0.0) + time.perf_counter() - began
                 self.costs.dropped[policy] = self.costs.dropped.get(policy, 0) + evicted.entries
                 made.append(Variant(policy, keep, sequence, blocks, evicted.blocks))

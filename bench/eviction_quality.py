@@ -6,9 +6,8 @@ Tasks are in `eviction_tasks`. Each is first done with the full cache, and what 
 below 0.9, or an answer with a token that it gives less than half of all probability, which any rounding may turn into
 another (`--sure 0` counts these too). Retention is the score divided by the full cache's. Two settings: the question
 is asked after eviction (`unseen`, what a cache shared by several questions meets) or has been read before it (`seen`).
-Budgets are shares of all (layer, head, token) entries of the context, protected ones included; here the blocks of the
-first 4 and the last 8 tokens are protected (kvpress protects 4 tokens), not 256 and the engine's recent window, which
-at 1,024 tokens would leave a budget of 20 % nothing to choose.
+Budgets are shares of all (layer, head, token) entries of the context, protected ones included. Protected is what the
+engine protects by default: as much of the first and the last 256 tokens as a sixteenth and an eighth of the budget is.
 
 kvpress runs in an environment of its own on the same contexts and budgets, against its own full cache, where
 `--kvpress-python` (or KVPRESS_PYTHON) names its Python. Results are appended to `--partial` as they come, and a run

@@ -150,7 +150,7 @@ class BudgetKeeper:
         if before is not None and kept < max(limit, before) + self._retention.interval:
             return
         policy = self._retention.policies[sequence.request.kv_policy or self._retention.policy]
-        if kept > limit and self._evictor.may_cut(sequence):
+        if kept > limit and self._evictor.may_cut(sequence, limit):
             if policy.needs != Needs.NOTHING:
                 if self._reading is None:
                     self._begin(sequence, policy)
@@ -172,7 +172,7 @@ class BudgetKeeper:
             entries = int(limit * rows.exists[..., 0].numel()) - rows.protected
             return select(policy.score(view).cpu(), rows.candidates, entries, FLOOR)
 
-        evicted = self._evictor.cut(sequence, keep)
+        evicted = self._evictor.cut(sequence, limit, keep)
         self.tally.blocks += evicted.blocks
         self.tally.entries[policy.name] = self.tally.entries.get(policy.name, 0) + evicted.entries
 

@@ -23,12 +23,24 @@ from ullage_engine.prefix import PrefixEntry
 from ullage_engine.sequence import Sequence
 
 
+FIRST_SHARE, RECENT_SHARE = 16, 8
+"""Of a budget one part in so many at most is for the first tokens, and for the last, whatever they hold."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
     """Tokens of each sequence that eviction never drops."""
 
     first_tokens: int
     recent_tokens: int
+
+    def within(self, budget: float) -> Protection:
+        """What a budget of so many tokens protects: a sixteenth of it at most at the start, an eighth at the end.
+
+        Else a small budget would be all protection, and its policy would have nothing to choose (docs/adr/0009).
+        """
+        first, recent = int(budget / FIRST_SHARE), int(budget / RECENT_SHARE)
+        return Protection(first_tokens=min(self.first_tokens, first), recent_tokens=min(self.recent_tokens, recent))
 
 
 @dataclass(frozen=True, slots=True)

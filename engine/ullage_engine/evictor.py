@@ -82,13 +82,16 @@ class Evictor:
         self._protection = protection
         self._live = live
 
-    def may_cut(self, sequence: Sequence) -> bool:
-        """Whether a sequence has rows that may go."""
-        return sequence.cells is not None or bool(cold_indices(sequence, self._pool, self._protection))
+    def may_cut(self, sequence: Sequence, budget: float) -> bool:
+        """Whether a sequence has rows that may go to come to a budget of tokens."""
+        return sequence.cells is not None or bool(self._cold(sequence, budget))
 
-    def cut(self, sequence: Sequence, keep: Keep) -> Evicted:
-        """Drop what `keep` does not choose of a sequence's unprotected rows; nothing where no block would be freed."""
-        cold = cold_indices(sequence, self._pool, self._protection)
+    def cut(self, sequence: Sequence, budget: float, keep: Keep) -> Evicted:
+        """Drop what `keep` does not choose of the rows that a budget of tokens does not protect.
+
+        Nothing is done where no block would be freed.
+        """
+        cold = self._cold(sequence, budget)
         if not cold and sequence.cells is None:
             return NOTHING_EVICTED
         rows = Rows.of(sequence, cold, *self._store.cell_grid)
@@ -103,6 +106,9 @@ class Evictor:
         for moves in self._cells.mending():  # the old cells left holes
             self.mend(moves)
         return Evicted(self._pool.available - available, cut.dropped)
+
+    def _cold(self, sequence: Sequence, budget: float) -> list[int]:
+        return cold_indices(sequence, self._pool, self._protection.within(budget))
 
     def _gain(self, sequence: Sequence, cut: Cut) -> int:
         """Blocks that a cut frees, once what is left lies together."""

@@ -23,6 +23,8 @@ from ullage_engine.sequence import Sequence
 from ullage_engine.store import BlockStore
 
 HEADS, WIDTH = 2, 16
+BUDGET = 1e6
+"""Protects all that is to be protected."""
 
 
 class Scene:
@@ -107,7 +109,7 @@ def test_what_is_kept_is_kept_to_the_byte(layout: CacheLayout, spare: int) -> No
     scene = Scene(layout, tokens=203, spare=spare)
     before, total = scene.snapshot(), scene.pool.available
     for share in (0.7, 0.5, 0.3):
-        evicted = scene.evictor.cut(scene.sequence, random_keep(share, scene.generator))
+        evicted = scene.evictor.cut(scene.sequence, BUDGET, random_keep(share, scene.generator))
         scene.check()
         after = scene.snapshot()
         assert after.items() <= before.items()
@@ -121,10 +123,19 @@ def test_what_is_kept_is_kept_to_the_byte(layout: CacheLayout, spare: int) -> No
     assert kept >= {*range(8), *range(195, 203)}, "protected tokens are gone"
 
 
+@pytest.mark.parametrize(("budget", "first", "last"), [(1e6, 16, 171), (128, 8, 187), (40, 8, 195), (0, 0, 203)])
+def test_a_budget_protects_a_part_of_itself(budget: float, first: int, last: int) -> None:
+    """Of 203 tokens in blocks of 8; 16 and 32 are asked for."""
+    scene = Scene(LAYOUTS[3], tokens=203, spare=40, first=16, recent=32)
+    scene.evictor.cut(scene.sequence, budget, lambda rows: torch.zeros_like(rows.candidates))
+    kept = {position for _, _, position in scene.snapshot()}
+    assert kept == {*range(first), *range(last - last % 8 if last < 203 else 200, 203)}
+
+
 def test_survivors_that_do_not_fit_beside_the_old_blocks_are_gathered_piece_by_piece() -> None:
     roomy, tight = (Scene(LAYOUTS[2], tokens=203, spare=spare) for spare in (40, 3))
     for scene in (roomy, tight):
-        assert scene.evictor.cut(scene.sequence, random_keep(0.7, scene.generator)).blocks > 0
+        assert scene.evictor.cut(scene.sequence, BUDGET, random_keep(0.7, scene.generator)).blocks > 0
         scene.check()
     assert roomy.snapshot() == tight.snapshot()
     assert roomy.cells.usage() == tight.cells.usage()
@@ -134,10 +145,10 @@ def test_blocks_that_a_copy_still_reads_are_not_taken_apart() -> None:
     scene = Scene(LAYOUTS[2], tokens=203, spare=3)
     before, copied = scene.snapshot(), scene.sequence.table[5]
     scene.pool.pin(copied)
-    assert scene.evictor.cut(scene.sequence, random_keep(0.7, scene.generator)).blocks == 0
+    assert scene.evictor.cut(scene.sequence, BUDGET, random_keep(0.7, scene.generator)).blocks == 0
     assert scene.snapshot() == before
     scene.pool.unpin(copied)
-    assert scene.evictor.cut(scene.sequence, random_keep(0.7, scene.generator)).blocks > 0
+    assert scene.evictor.cut(scene.sequence, BUDGET, random_keep(0.7, scene.generator)).blocks > 0
     scene.check()
 
 
@@ -161,7 +172,7 @@ def test_attention_over_cells_is_attention_over_the_rows_that_were_kept(
     repeat: int,
 ) -> None:
     scene = Scene(layout, tokens=149, spare=40)
-    scene.evictor.cut(scene.sequence, random_keep(share, scene.generator))
+    scene.evictor.cut(scene.sequence, BUDGET, random_keep(share, scene.generator))
     scene.sequence.tokens += [1] * count
     batch = make_batch(scene.store, [Chunk(scene.sequence, count)], torch.device("cpu"), row_by_row=by_row)
     query = torch.randn(count, HEADS * repeat, WIDTH, generator=scene.generator)

@@ -432,7 +432,7 @@ def evicted_answers(model: Any, kernels: Any, answers: Mapping[str, list[int]]) 
         while sum(output.token is not None for output in outputs[name]) < Late.AFTER:
             engine.step()
         [sequence] = engine.scheduler.running
-        engine.reclaimer._evictor.cut(sequence, keep_a_third)
+        engine.reclaimer._evictor.cut(sequence, 1e6, keep_a_third)
         assert sequence.cells is not None
         while not engine.idle:
             engine.step()
