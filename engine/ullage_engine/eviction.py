@@ -22,7 +22,6 @@ from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixEntry
 from ullage_engine.sequence import Sequence
 
-
 FIRST_SHARE, RECENT_SHARE = 16, 8
 """Of a budget one part in so many at most is for the first tokens, and for the last, whatever they hold."""
 

@@ -113,8 +113,8 @@ def _add_cache_options(group: argparse._ArgumentGroup) -> None:
         ("--max-batch-tokens", defaults.max_batch_tokens, "tokens computed in one step"),
         ("--max-sequences", defaults.max_sequences, "sequences running at once"),
         ("--max-queue", defaults.max_queue, "requests waiting at once"),
-        ("--protected-tokens", defaults.protected_tokens, "first tokens never evicted"),
-        ("--recent-tokens", defaults.recent_tokens, "last tokens never evicted"),
+        ("--protected-tokens", defaults.protected_tokens, "first tokens never evicted; of a budget 1/16 at most"),
+        ("--recent-tokens", defaults.recent_tokens, "last tokens never evicted; of a budget 1/8 at most"),
         ("--evict-interval", defaults.evict_interval, "tokens beyond a budget that decoding may reach"),
         ("--speculation-tokens", defaults.speculation_tokens, "tokens drafted at most for a sequence in a step"),
     ):

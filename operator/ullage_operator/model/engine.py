@@ -45,9 +45,9 @@ class Eviction(Part):
     interval: int = Field(default=256, ge=1)
     """Tokens by which an answer may outgrow the budget before its sequence is cut again."""
     protected_tokens: int = Field(default=256, ge=0)
-    """Tokens at the beginning of a sequence that are never dropped."""
+    """Tokens at the beginning of a sequence that are never dropped; of a budget a sixteenth at most."""
     recent_tokens: int = Field(default=256, ge=0)
-    """Most recent tokens of a sequence that are never dropped."""
+    """Most recent tokens of a sequence that are never dropped; of a budget an eighth at most."""
 
 
 class KVCache(Part):
