@@ -36,9 +36,10 @@ class Protection:
     def within(self, budget: float) -> Protection:
         """What a budget of so many tokens protects: a sixteenth of it at most at the start, an eighth at the end.
 
-        Else a small budget would be all protection, and its policy would have nothing to choose (docs/adr/0009).
+        Else a small budget would be all protection, and its policy would have nothing to choose (docs/adr/0009). The
+        first token, to which attention goes that has nowhere else to go, and the last always count.
         """
-        first, recent = int(budget / FIRST_SHARE), int(budget / RECENT_SHARE)
+        first, recent = max(1, int(budget / FIRST_SHARE)), max(1, int(budget / RECENT_SHARE))
         return Protection(first_tokens=min(self.first_tokens, first), recent_tokens=min(self.recent_tokens, recent))
 
 
