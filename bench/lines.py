@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bars import text
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BASE = 420, 300, 46, 150, 56, 250
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BASE = 420, 300, 46, 190, 56, 250
 COLOURS = (
     "#1565c0", "#c62828", "#2e7d32", "#ef6c00", "#6a1b9a", "#00838f", "#5d4037", "#ad1457", "#827717", "#455a64",
     "#000000",
