@@ -29,7 +29,7 @@ def name_of(operation: Operation) -> str:
     return operation.__name__.rpartition(".")[2]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_every_kernel_compiles_for_every_target_and_fits() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -212,6 +213,7 @@ def test_any_order_of_operations(fake_engine: Any) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
 
 
+@pytest.mark.timeout(900)
 def test_two_hundred_thousand_operations(fake_engine: Any) -> None:
     """Plain seeded random, far more of them (ULLAGE_TEST_OPERATIONS says how many); a failure names its seed."""
     machine = type("Machine", (EngineMachine,), {"make": staticmethod(fake_engine)})
