@@ -310,7 +310,8 @@ def test_killed_after_every_write_of_a_change_of_size(
     """One up and one down, each by operators that die one write later than the one before, until it is done."""
 
     def engines(index: int) -> dict[str, Any]:
-        return FULL if index == 0 else idle(3)
+        # the younger, the less warm, as in the test above
+        return FULL if index == 0 else idle(9 - index)
 
     def live(writes: int, done: Callable[[], Any]) -> None:
         command = [sys.executable, "-m", "mortal", str(writes), *operator().arguments]

@@ -497,7 +497,19 @@ TABLE: list[tuple[str, Situation, str, Reason]] = [
     ),
     (
         "another pod was removed in its place",
-        lambda b: situation(b, [idle(b, "web-a")], [scaling(b, "scaleDown", "Removing", ago=120)]),
+        lambda b: situation(b, [idle(b, "web-a")], [scaling(b, "scaleDown", "Removing", ago=10)]),
+        "Act",
+        Reason.SCALE_DOWN_CANCELLED,
+    ),
+    (
+        "another pod went, and the fleet may still be on its way to the wanted size",
+        lambda b: situation(b, [idle(b, "web-a")], [scaling(b, "scaleDown", "Removing", ago=9)]),
+        "Hold",
+        Reason.DRAINED,
+    ),
+    (
+        "nobody is removed",
+        lambda b: situation(b, two_idle(b), [scaling(b, "scaleDown", "Removing", ago=120)], pods=("web-a", "web-b")),
         "Act",
         Reason.SCALE_DOWN_CANCELLED,
     ),
@@ -660,6 +672,16 @@ def test_the_victim_has_the_least_warm_cache(build: Any) -> None:
     assert (decision.pod, decision.action) == ("web-b", "scaleDown")
     assert decision.execute is not None
     assert (decision.execute.status.stage, decision.execute.spec.parameters.to_replicas) == ("Draining", 1)
+
+
+def test_of_equally_warm_engines_the_youngest_leaves(build: Any) -> None:
+    """As a cluster chooses that knows no deletion costs: the one that was drained."""
+    pods = (build.pod("web-a", age=5000), build.pod("web-b", age=6000))
+    decision = decide(situation(build, two_idle(build), replicas=PAIR, pods=pods, calm_s=300), build.now)
+    assert (decision.pod, decision.action) == ("web-a", "scaleDown")
+    pods = (build.pod("web-a", age=6000), build.pod("web-b", age=5000))
+    decision = decide(situation(build, two_idle(build), replicas=PAIR, pods=pods, calm_s=300), build.now)
+    assert (decision.pod, decision.action) == ("web-b", "scaleDown")
 
 
 def test_a_stage_is_written_down_before_its_step(build: Any) -> None:

@@ -23,6 +23,8 @@ STEP_WINDOW_S = 120.0
 """Seconds for which a step that the API refuses is tried again."""
 LEAVING_WINDOW_S = 120.0
 """Seconds in which the drained engine must be on its way out, once one engine less is wanted."""
+SETTLED_S = 10.0
+"""Seconds after which nobody else leaves, once the fleet has the wanted size: the cluster chose another engine."""
 
 
 def watch(inputs: Inputs, now: float) -> Watch:
@@ -86,7 +88,8 @@ def check_shrink(s: Situation) -> Decision | None:
     if stage == "Restoring":
         return _end(s, record, "Ineffective", Reason.SCALE_DOWN_CANCELLED, record.status.message)
     if stage == "Removing":
-        if _since_stage(s, record) >= LEAVING_WINDOW_S:
+        smaller = len(s.fleet.staying) <= (record.spec.parameters.to_replicas or 0)
+        if _since_stage(s, record) >= (SETTLED_S if smaller else LEAVING_WINDOW_S):
             message = f"taken back: {pod.name} was not the one removed"
             return _stage(s, record, "Restoring", Reason.SCALE_DOWN_CANCELLED, message)
         return _hold(record, Reason.DRAINED, f"{pod.name} is on its way out")
@@ -110,7 +113,7 @@ def check_scale_down(s: Situation) -> Decision | None:
         return None
     if s.open_proposal(SCALING) or s.running or not s.budget_left("scaleDown"):
         return None
-    victim = min(s.fresh, key=lambda o: (o.warm_blocks, o.target.pod))
+    victim = min(s.fresh, key=lambda o: _leaves_first(s, o))
     load = sum(o.load or 0.0 for o in s.fresh) / (s.replicas - 1)
     message = (
         f"{s.replicas} engines' load would be {load:.0f} % on one less, at most {policy.load_limit:g} % "
@@ -195,6 +198,12 @@ def _gone(s: Situation, record: Remediation) -> Decision:
             return _end(s, record, "Ineffective", Reason.OVERDUE, f"{record.spec.pod} went by itself")
         return _end(s, record, "Succeeded", Reason.EFFECTIVE, f"{record.spec.pod} left with nothing in flight")
     return _end(s, record, "Ineffective", Reason.OVERDUE, f"{record.spec.pod} went before it was drained")
+
+
+def _leaves_first(s: Situation, observation: Observation) -> tuple[int, float, str]:
+    """The least warm cache, then the youngest, whom a cluster that knows no deletion costs removes as well."""
+    pod = s.fleet.pod(observation.target.uid)
+    return observation.warm_blocks, -(pod.ready_at or 0.0) if pod else 0.0, observation.target.pod
 
 
 def _quiet(s: Situation, observation: Observation) -> bool:
