@@ -135,6 +135,14 @@ class BudgetKeeper:
             self._stop(self._reading)
         return lost
 
+    def ceiling(self, sequence: Sequence) -> float | None:
+        """Tokens that a sequence keeps at most once it is computed, as far as cuts are made in time; None: all."""
+        budget = self._budget(sequence)
+        if budget is None or sequence.reads is not None:
+            return None
+        limit = budget.limit(len(sequence.tokens) + sequence.remaining)
+        return max(limit, sequence.settled_at or 0.0) + self._retention.interval
+
     def _tend(self, sequence: Sequence) -> None:
         if self._reading is not None and self._reading.sequence is sequence:
             self._go_on(self._reading)
@@ -159,8 +167,11 @@ class BudgetKeeper:
         sequence.settled_at = sequence.kept_tokens
 
     def _limit(self, sequence: Sequence) -> float | None:
-        budget = sequence.request.kv_budget or self._retention.budget
+        budget = self._budget(sequence)
         return None if budget is None else budget.limit(sequence.computed)
+
+    def _budget(self, sequence: Sequence) -> KvBudget | None:
+        return sequence.request.kv_budget or self._retention.budget
 
     def _cut(self, sequence: Sequence, policy: Policy, observed: QueryWatch, scores: torch.Tensor | None) -> None:
         limit = self._limit(sequence) or 0.0

@@ -104,7 +104,8 @@ class Readings:
         """Of running and waiting sequences, and of forks what they will not share with their parent."""
         parked = self._live.parked()
         shared = sum(len(child.request.prompt) // self._pool.block_tokens for child in parked)
-        own = sum(s.outstanding_blocks for s in (*self._scheduler.live(), *parked)) - shared
+        ceiling = self._reclaimer.budgets.ceiling
+        own = sum(s.outstanding_blocks(ceiling(s)) for s in (*self._scheduler.live(), *parked)) - shared
         return own + self._scheduler.coming_copies()
 
     def _counters(self) -> Counters:

@@ -17,6 +17,7 @@ its position, because past keys carry RoPE already. Tokens to come always go to 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -108,11 +109,17 @@ class Sequence:
         """Whether only its newest token awaits computation."""
         return self.computed == len(self.tokens) - 1 and self.generated > 0
 
-    @property
-    def outstanding_blocks(self) -> int:
-        """Blocks it may still ask for: rows of all its tokens to come, less those its table can hold already."""
-        rows = len(self.tokens) + self.remaining - self.dropped
-        return max(0, -(-rows // self.block_tokens) - len(self.table))
+    def outstanding_blocks(self, ceiling: float | None = None) -> int:
+        """Blocks it may still ask for: rows of all its tokens to come, less those its table can hold already.
+
+        Args:
+            ceiling: tokens that a budget lets it keep at most; None: all. What it has to compute it holds in any case.
+        """
+        known = len(self.tokens) - self.dropped
+        rows: float = known + self.remaining
+        if ceiling is not None:
+            rows = min(rows, max(known, self.kept + ceiling - self.kept_tokens))
+        return max(0, math.ceil(rows / self.block_tokens) - len(self.table))
 
     def slots(self, count: int) -> list[int]:
         """Slots of the next `count` tokens to compute; the table must have room."""

@@ -269,3 +269,31 @@ def test_what_a_reader_cannot_compute_costs_its_sequence_nothing_but_the_cut(mod
     finish(engine)
     assert len(outputs) == 10
     assert outputs[-1].dropped_tokens == 0
+
+
+@pytest.mark.parametrize("budget", [64, 100, 0.3, 1])
+@pytest.mark.parametrize("policy", ["recency", "window"])
+def test_outstanding_blocks_end_at_the_budget(model: Any, budget: float, policy: str) -> None:
+    """What is held and what may still be asked for bounds what will be held, and a budget lowers it."""
+    engine = engine_of(model, retention={"interval": 32})
+    ask(engine, "a", PROMPT[:120], 250, budget, policy)
+    held, foreseen, asked = [], [], []
+    while not engine.idle:
+        reading = engine.snapshot(None, draining=False)
+        held.append(reading.blocks.active)
+        asked.append(reading.outstanding_blocks)
+        foreseen.append(reading.blocks.active + reading.outstanding_blocks)
+        engine.step()
+    whole = -(-(120 + 250) // 16)
+    assert foreseen[0] == (whole if budget == 1 else min(whole, -(-max(120, _limit(budget) + 32) // 16)))
+    readers = (
+        4 if policy == "window" else 0
+    )  # the tokens that are read again, and one block for cells that are not full
+    for step, bound in enumerate(foreseen):
+        assert max(held[step:]) <= bound + 1 + readers, step  # one for cells that are not full
+    if budget != 1:
+        assert max(asked[len(asked) // 2 :]) < whole // 2
+
+
+def _limit(budget: float) -> float:
+    return budget if budget > 1 else budget * (120 + 250)
