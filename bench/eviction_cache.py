@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -103,6 +104,15 @@ class Variant:
     freed: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Answer:
+    """What a sequence said, and what it thought of the right answer."""
+
+    tokens: list[int]
+    chances: torch.Tensor
+    """Log likelihood of each token of the right answer, after the right ones before it."""
+
+
 class EvictionCache:
     """One model and a pool large enough for a context and all its variants."""
 
@@ -194,24 +204,25 @@ class EvictionCache:
 
     # -- answers -------------------------------------------------------------------------------------------------
 
-    def answers(
-        self, sequences: Sequence[LiveSequence], prompt: Sequence[int], answer: Sequence[int]
-    ) -> list[list[int]]:
+    def answers(self, sequences: Sequence[LiveSequence], prompt: Sequence[int], answer: Sequence[int]) -> list[Answer]:
         """Greedy continuations of all sequences after a prompt, as long as the answer.
 
         The right answer is proposed as a draft: what is accepted is what greedy decoding would have said, and a
-        sequence that knows the answer says it in one pass.
+        sequence that knows the answer says it in one pass. The first pass proposes it whole, to everyone.
         """
         before = [(sequence.tokens, sequence.computed) for sequence in sequences]
         given: list[list[int]] = [[] for _ in sequences]
+        chances: list[torch.Tensor] = []
         ahead = [len(answer)] * len(sequences)
         for sequence in sequences:
             sequence.tokens = [*sequence.tokens[: sequence.computed], *prompt]
         while any(len(tokens) < len(answer) for tokens in given):
             open_ = [i for i, tokens in enumerate(given) if len(tokens) < len(answer)]
             drafts = [tuple(answer[len(given[i]) : -1][: ahead[i]]) for i in open_]
-            choices = self._forward([sequences[i] for i in open_], drafts)
-            for i, draft, chosen in zip(open_, drafts, choices, strict=True):
+            logits = self._logits([sequences[i] for i in open_], drafts)
+            chances = chances or [_of_text(part, answer) for part in logits]
+            for i, draft, part in zip(open_, drafts, logits, strict=True):
+                chosen: list[int] = part.argmax(-1).tolist()
                 right = next((n for n, (a, b) in enumerate(zip(draft, chosen, strict=False)) if a != b), len(draft))
                 sequences[i].computed = len(sequences[i].tokens) + right
                 sequences[i].tokens = [*sequences[i].tokens, *chosen[: right + 1]]
@@ -219,15 +230,15 @@ class EvictionCache:
                 ahead[i] = 2 * max(1, ahead[i]) if right == len(draft) else 1
         for sequence, (tokens, computed) in zip(sequences, before, strict=True):
             self._roll_back(sequence, tokens, computed)
-        return given
+        return [Answer(*one) for one in zip(given, chances, strict=True)]
 
     def chances(self, sequence: LiveSequence, prompt: Sequence[int], text: Sequence[int]) -> torch.Tensor:
         """[len(text)] log likelihood of each token of a text after a prompt and the text before it."""
         tokens, computed = sequence.tokens, sequence.computed
         sequence.tokens = [*tokens[:computed], *prompt]
-        logs = self._logits([sequence], [tuple(text[:-1])]).float().log_softmax(-1)
+        logits = self._logits([sequence], [tuple(text[:-1])])[0]
         self._roll_back(sequence, tokens, computed)
-        return logs.gather(1, torch.tensor(text).unsqueeze(1))[:, 0]
+        return _of_text(logits, text)
 
     def decode(self, sequence: LiveSequence, steps: int) -> None:
         """Time some decode steps of one sequence alone, and forget them."""
@@ -235,7 +246,7 @@ class EvictionCache:
         sequence.tokens = [*tokens[:computed], tokens[0]]
         for at in range(steps + 1):
             began = time.perf_counter()
-            chosen = self._forward([sequence], [()])[0]
+            chosen = self._logits([sequence], [()])[0].argmax(-1).tolist()
             if at:  # the first finds caches cold
                 self.costs.decode_s += time.perf_counter() - began
                 self.costs.decode_tokens += 1
@@ -243,19 +254,17 @@ class EvictionCache:
             sequence.tokens = [*sequence.tokens, *chosen]
         self._roll_back(sequence, tokens, computed)
 
-    def _forward(self, sequences: Sequence[LiveSequence], drafts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-        """Greedy choices after each sequence's last token and after each of its drafts."""
-        chosen = self._logits(sequences, drafts).argmax(-1)
-        return [part.tolist() for part in chosen.split([1 + len(draft) for draft in drafts])]
-
-    def _logits(self, sequences: Sequence[LiveSequence], drafts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    def _logits(self, sequences: Sequence[LiveSequence], drafts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Of each sequence [1 + drafts, V], after its last token and after each of its drafts."""
         chunks = [
             Chunk(sequence, len(sequence.tokens) - sequence.computed, Draft(draft))
             for sequence, draft in zip(sequences, drafts, strict=True)
         ]
         for chunk in chunks:
             self._make_room(chunk.sequence, chunk.width)
-        return self._runner.forward(chunks)
+        logits = self._runner.forward(chunks)
+        ends = list(accumulate(1 + len(draft) for draft in drafts))
+        return [logits[start:end] for start, end in pairwise([0, *ends])]
 
     def _roll_back(self, sequence: LiveSequence, tokens: list[int], computed: int) -> None:
         sequence.tokens, sequence.computed = tokens, computed
@@ -371,3 +380,8 @@ class EvictionCache:
         missing = self._layout.blocks_for(sequence.kept + count) - len(sequence.table)
         if missing > 0:
             sequence.append_blocks(self.pool.allocate(missing))
+
+
+def _of_text(logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
+    """[len(text)] log likelihood of each token of a text from the logits [len(text), V] before it."""
+    return logits.log_softmax(-1).gather(1, torch.tensor(text).unsqueeze(1))[:, 0]

@@ -4,8 +4,10 @@
 
 Tasks are in `eviction_tasks`. Each is first done with the full cache, and what that cannot do is left out: a score
 below 0.9, or an answer with a token that it gives less than half of all probability, which any rounding may turn into
-another (`--sure 0` counts these too). Retention is the score divided by the full cache's. Two settings: the question
-is asked after eviction (`unseen`, what a cache shared by several questions meets) or has been read before it (`seen`).
+another (`--sure 0` counts these too). Retention is the score divided by the full cache's. Beside it stand the nats
+lost: the negative log likelihood of a token of the right answer, given the right ones before it, above the full cache's
+(0: nothing is lost). They still tell caches apart that all say the right digits. Two settings: the question is asked
+after eviction (`unseen`, what a cache shared by several questions meets) or has been read before it (`seen`).
 Budgets are shares of all (layer, head, token) entries of the context, protected ones included. Protected is what the
 engine protects by default: as much of the first and the last 256 tokens as a sixteenth and an eighth of the budget is.
 
@@ -23,16 +25,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from eviction_cache import EvictionCache, Settings, Variant
-from eviction_tasks import Context, contexts, scores, share_right, write
-from lines import Chart, svg
+from eviction_report import HEADLINE, SURE, Result, Results, headline, picture, tables
+from eviction_tasks import Context, contexts, means, scores, share_right, write
 from measure import machine
 from throughput import MODEL
 from workload import real_text
@@ -45,64 +46,30 @@ from ullage_engine.policies import NAMES
 from ullage_engine.policies.reread import INSTRUCTION
 
 HERE = Path(__file__).resolve().parent
-CAN = 0.9
-"""Score of the full cache below which a question is beyond the model."""
-SURE = 0.5
-"""Probability of an answer's least likely token, below which the full cache itself may say something else next time."""
 DECODED = 16
 """Steps that are timed to say what a decode step takes."""
-HEADLINE = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Scores of one contestant on one context."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Said:
+    """One variant's answers, by probe."""
 
-    length: int
-    context: str
-    setting: str
-    side: str
-    """`ullage` or `kvpress`."""
-    method: str | None
-    """None: the full cache."""
-    keep: float
-    scores: dict[str, float]
-    sure: dict[str, float] = field(default_factory=dict)
-    """Of the full cache, by task: the probability of the right answer's least likely token."""
-    blocks: int = 0
-    freed: int = 0
-
-
-class Results:
-    """All results so far, kept in a file of JSON lines."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        known = path.read_text().splitlines() if path is not None and path.exists() else []
-        self.all = [Result(**json.loads(line)) for line in known]
-
-    def add(self, results: Sequence[Result]) -> None:
-        self.all += results
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.writelines(json.dumps({n: getattr(r, n) for n in Result.__slots__}) + "\n" for r in results)
-
-    def has(self, length: int, context: str, setting: str, side: str) -> bool:
-        return any((r.length, r.context, r.setting, r.side) == (length, context, setting, side) for r in self.all)
-
-
-Found = list[tuple[Variant, list[float], list[float]]]
-"""Of each variant, for each probe: its value, and how sure the full cache is of the answer (of others nothing)."""
+    variant: Variant
+    values: list[float]
+    nats: list[float]
+    """Mean negative log likelihood of a token of the right answer."""
+    sure: list[float]
+    """How sure the full cache is of the answer; of others nothing."""
 
 
 def run_ours(
     cache: EvictionCache, context: Context, instruction: Sequence[int], settings: Sequence[str]
-) -> Iterator[tuple[str, Found]]:
+) -> Iterator[tuple[str, list[Said]]]:
     """What each variant says to each probe, by setting."""
     base = cache.prefill(context.tokens, instruction)
     cache.decode(base.sequence, DECODED)
     for setting in settings:
-        rows: list[list[float]] = []
+        rows: list[list[tuple[float, float]]] = []
         sure: list[float] = []
         variants: list[Variant] = []
         for probe in context.probes:
@@ -118,18 +85,24 @@ def run_ours(
             rows.append(ask(cache, variants, probe.task, prompt, probe.answer))
             sure.append(math.exp(float(cache.chances(variants[0].sequence, prompt, probe.answer).min())))
         cache.release([v.sequence for v in variants])
-        yield setting, [(v, [row[i] for row in rows], [] if v.policy else sure) for i, v in enumerate(variants)]
+        said = []
+        for variant, column in zip(variants, zip(*rows, strict=True), strict=True):
+            values, nats = [value for value, _ in column], [lost for _, lost in column]
+            said.append(Said(variant, values, nats, [] if variant.policy else sure))
+        yield setting, said
     cache.release([base.sequence])
 
 
 def ask(
     cache: EvictionCache, variants: Sequence[Variant], task: str, prompt: Sequence[int], answer: Sequence[int]
-) -> list[float]:
-    """The score of each variant."""
+) -> list[tuple[float, float]]:
+    """Of each variant the score, and the nats of a token of the right answer."""
     sequences = [variant.sequence for variant in variants]
     if task == "text":
-        return [math.exp(float(cache.chances(sequence, prompt, answer).mean())) for sequence in sequences]
-    return [share_right(answer, given) for given in cache.answers(sequences, prompt, answer)]
+        chances = [float(cache.chances(sequence, prompt, answer).mean()) for sequence in sequences]
+        return [(math.exp(chance), -chance) for chance in chances]
+    given = cache.answers(sequences, prompt, answer)
+    return [(share_right(answer, one.tokens), -float(one.chances.mean())) for one in given]
 
 
 def settings_of(context: Context, wanted: Sequence[str]) -> list[str]:
@@ -156,36 +129,38 @@ def ours(options: argparse.Namespace, folder: Path, made: dict[int, list[Context
                 continue
             with torch.inference_mode():
                 for setting, found in run_ours(cache, context, instruction, wanted):
-                    results.add(
-                        [
-                            Result(
-                                length,
-                                context.name,
-                                setting,
-                                "ullage",
-                                v.policy,
-                                v.keep,
-                                scores(context, values),
-                                scores(context, sure) if sure else {},
-                                v.blocks,
-                                v.freed,
-                            )
-                            for v, values, sure in found
-                        ]
-                    )
+                    results.add([result_of(length, context, setting, said) for said in found])
                     print(f"  {length} {context.name} {setting}: {line_of(context, found)}", flush=True)
         if cache.costs.scored:
             costs[str(length)] = cost_of(cache)
     return costs
 
 
-def line_of(context: Context, found: Found) -> str:
+def result_of(length: int, context: Context, setting: str, said: Said) -> Result:
+    variant = said.variant
+    return Result(
+        length,
+        context.name,
+        setting,
+        "ullage",
+        variant.policy,
+        variant.keep,
+        scores(context, said.values),
+        scores(context, said.sure) if said.sure else {},
+        variant.blocks,
+        variant.freed,
+        means(context, said.nats),
+    )
+
+
+def line_of(context: Context, found: Sequence[Said]) -> str:
     """Progress: the mean score of every policy at the budget nearest to the headline's."""
-    keeps = sorted({v.keep for v, *_ in found if v.policy}, key=lambda keep: abs(keep - HEADLINE))
+    keeps = sorted({s.variant.keep for s in found if s.variant.policy}, key=lambda keep: abs(keep - HEADLINE))
     parts = []
-    for variant, values, _ in found:
+    for said in found:
+        variant = said.variant
         if variant.policy is None or (keeps and variant.keep == keeps[0]):
-            mean = sum(scores(context, values).values()) / len(scores(context, values))
+            mean = sum(scores(context, said.values).values()) / len(scores(context, said.values))
             parts.append(f"{variant.policy or 'full'} {mean:.2f}")
     return ", ".join(parts)
 
@@ -245,83 +220,10 @@ def kvpress(options: argparse.Namespace, folder: Path, made: dict[int, list[Cont
             ) as process:
                 for line in process.stdout or ():
                     name, setting, found = json.loads(line)
-                    results.add([Result(length, name, setting, "kvpress", *one) for one in found])
+                    results.add([Result(length, name, setting, "kvpress", **one) for one in found])
                     print(f"  {length} {name} {setting}: kvpress", flush=True)
         if process.returncode:
             sys.exit(f"error: kvpress ended with status {process.returncode}; run {HERE / 'run_kvpress.py'} by hand")
-
-
-def retention(
-    results: Sequence[Result], least: float = SURE
-) -> dict[tuple[str, str, str, float], dict[str, list[float]]]:
-    """Score over the full cache's, by (side, setting, method, budget) and task, one for each context that it can do."""
-    whole = {(r.side, r.length, r.context, r.setting): r for r in results if r.method is None}
-    found: dict[tuple[str, str, str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for r in results:
-        if r.method is None:
-            continue
-        full = whole[r.side, r.length, r.context, r.setting]
-        for task, score in r.scores.items():
-            if task == "text" or (full.scores[task] >= CAN and full.sure[task] >= least):
-                found[r.side, r.setting, r.method, r.keep][task].append(score / full.scores[task])
-    return found
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def overall(tasks: dict[str, list[float]]) -> float:
-    """Mean over all answers; text is told apart, as its ratio is one of perplexities."""
-    return mean([value for task, values in tasks.items() if task != "text" for value in values])
-
-
-def table(results: Sequence[Result], keeps: Sequence[float], setting: str, least: float) -> Iterator[str]:
-    found = retention(results, least)
-    rows = list(dict.fromkeys((side, method) for side, s, method, _ in found if s == setting))
-    tasks = list(dict.fromkeys(t for key, by_task in found.items() if key[1] == setting for t in by_task))
-    yield (
-        f"{setting:28}"
-        + "".join(f"{f'keep {keep:.0%}':>10}" for keep in keeps)
-        + "   at 20 %, of so many answers: "
-        + ", ".join(tasks)
-    )
-    for side, method in rows:
-        line = [overall(found[side, setting, method, keep]) for keep in keeps]
-        at = found.get((side, setting, method, HEADLINE), {})
-        detail = "  ".join(f"{mean(at.get(task, [])):.2f}/{len(at.get(task, []))}" for task in tasks)
-        yield f"{side + ' ' + method:28}" + "".join(f"{value:10.3f}" for value in line) + f"   {detail}"
-
-
-def picture(results: Sequence[Result], keeps: Sequence[float], settings: Sequence[str], least: float) -> str:
-    found = retention(results, least)
-    charts = []
-    for setting in settings:
-        rows = list(dict.fromkeys((side, method) for side, s, method, _ in found if s == setting))
-        names = {row: f"{row[1]} (kvpress)" if row[0] == "kvpress" else row[1] for row in rows}
-        lines = {names[row]: [overall(found[row[0], setting, row[1], keep]) for keep in keeps] for row in rows}
-        dashed = frozenset(name for row, name in names.items() if row[0] == "kvpress")
-        title = "question asked after eviction" if setting == "unseen" else "question read before eviction"
-        charts.append(Chart(title, [f"{keep:.0%}" for keep in keeps], lines, dashed))
-    return svg("Share of the full cache's score that is left, by share of entries kept", charts)
-
-
-def headline(results: Sequence[Result], keeps: Sequence[float], setting: str, least: float = SURE) -> dict[str, Any]:
-    """At the budget of 20 %, or the nearest there is."""
-    keep = min(keeps, key=lambda k: abs(k - HEADLINE))
-    found = retention(results, least)
-    by_side: dict[str, dict[str, float]] = {"ullage": {}, "kvpress": {}}
-    for (side, s, method, k), tasks in found.items():
-        if (s, k) == (setting, keep):
-            by_side[side][method] = round(overall(tasks), 4)
-    cut = [r for r in results if r.side == "ullage" and r.method is not None and (r.setting, r.keep) == (setting, keep)]
-    freed = sum(r.freed for r in cut) / max(1, sum(r.blocks for r in cut))
-    return {
-        "keep": keep,
-        "retention": by_side["ullage"],
-        "kvpress": by_side["kvpress"],
-        "bytes_freed_ratio": round(freed, 4),
-    }
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -362,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kvpress(options, folder, made, results)
     done = [r for r in results.all if r.length in made]
     for setting in options.settings:
-        print("\n".join(["", *table(done, options.keeps, setting, options.sure)]), flush=True)
+        print("\n".join(["", *tables(done, options.keeps, setting, options.sure)]), flush=True)
     if options.plot:
         options.plot.write_text(picture(done, options.keeps, options.settings, options.sure))
     report = {"machine": about, "contexts": options.contexts, "count": options.count, "costs": costs}

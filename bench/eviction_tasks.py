@@ -131,6 +131,18 @@ def scores(context: Context, values: Sequence[float]) -> dict[str, float]:
     return result
 
 
+def means(context: Context, values: Sequence[float]) -> dict[str, float]:
+    """Mean of each task from one value for each probe.
+
+    Not the worst, as of scores: the worst question of a cut cache may be another one than the full cache's, and their
+    difference would be nobody's loss.
+    """
+    of_task: dict[str, list[float]] = {}
+    for probe, value in zip(context.probes, values, strict=True):
+        of_task.setdefault(probe.task, []).append(value)
+    return {task: sum(some) / len(some) for task, some in of_task.items()}
+
+
 def share_right(answer: Sequence[int], given: Sequence[int]) -> float:
     """Share of the answer's tokens that stand in their place."""
     return sum(a == b for a, b in zip(answer, given, strict=True)) / len(answer)

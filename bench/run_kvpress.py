@@ -1,8 +1,8 @@
 """One contestant of `eviction_quality.py`: NVIDIA's kvpress, in an environment of its own.
 
 Usage: KVPRESS_PYTHON run_kvpress.py JOB. Prints a JSON line for each context and setting as it goes:
-[context, setting, [[method, budget, scores, sure], ...]]. The method of the full cache is null, and it alone says how
-sure it is of each answer.
+[context, setting, [{method, keep, scores, sure, nats}, ...]], as `eviction_report.Result` describes them. The method of
+the full cache is null, and it alone says how sure it is of each answer.
 
 KVzip and AdaKV only pretend to drop what differs from head to head: they put fake keys over it, and no memory is freed.
 """
@@ -19,10 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eviction_tasks import Context, read, scores, share_right
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-warnings.filterwarnings("ignore")
+from eviction_tasks import Context, means, read, scores, share_right
 
 
 def methods() -> dict[str, Callable[[float], Any]]:
@@ -88,8 +85,21 @@ class Peer:
 
     def chances(self, cache: Any, position: int, prompt: Sequence[int], text: Sequence[int]) -> Any:
         """[len(text)] log likelihood of each token of a text after a prompt and the text before it."""
-        logs = self._logits(cache, position, [*prompt, *text[:-1]], len(text)).log_softmax(-1)
-        return logs.gather(1, self._torch.tensor(text).unsqueeze(1))[:, 0]
+        logits = self._forced(cache, position, [*prompt, *text[:-1]])[-len(text) :]
+        return logits.log_softmax(-1).gather(1, self._torch.tensor(text).unsqueeze(1))[:, 0]
+
+    def _forced(self, cache: Any, position: int, tokens: Sequence[int]) -> Any:
+        """[len(tokens), V] after each token, in as few passes as fake keys allow."""
+        before = self._lengths(cache)
+        try:
+            return self._logits(cache, position, tokens, len(tokens))
+        except ValueError:  # no fake key was found that hides from so many queries at once
+            if len(tokens) == 1:
+                raise
+            self._crop(cache, before)
+        half = len(tokens) // 2
+        first = self._forced(cache, position, tokens[:half])
+        return self._torch.cat([first, self._forced(cache, position + half, tokens[half:])])
 
     def _logits(self, cache: Any, position: int, tokens: Sequence[int], keep: int) -> Any:
         inputs = self._torch.tensor([list(tokens)])
@@ -106,27 +116,32 @@ class Peer:
         for layer, length in zip(cache.layers, lengths, strict=True):
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
 
-    def scores(self, context: Context, setting: str, press: Any | None) -> tuple[dict[str, float], dict[str, float]]:
-        """Of each task, and how sure the full cache is.
+    def results(self, context: Context, setting: str, press: Any | None) -> dict[str, dict[str, float]]:
+        """Of each task the score, the nats of a token of the right answer, and how sure the full cache is.
 
         `seen`: the question but its last token is part of what is read before the cut.
         """
-        values, sure = [], []
+        values, nats, sure = [], [], []
         cache = self.prefill(context.tokens, press) if setting == "unseen" else None
         for probe in context.probes:
             read_before = [] if setting == "unseen" else probe.prompt[:-1]
             tokens = [*context.tokens, *read_before]
             state = cache if cache is not None else self.prefill(tokens, press)
             lengths, rest = self._lengths(state), probe.prompt[len(read_before) :]
-            if probe.task == "text":
-                values.append(math.exp(float(self.chances(state, len(tokens), rest, probe.answer).mean())))
-            else:
-                values.append(share_right(probe.answer, self.answer(state, len(tokens), rest, probe.answer)))
+            chances = self.chances(state, len(tokens), rest, probe.answer)
             self._crop(state, lengths)
-            if press is None:
-                sure.append(math.exp(float(self.chances(state, len(tokens), rest, probe.answer).min())))
-                self._crop(state, lengths)
-        return scores(context, values), (scores(context, sure) if sure else {})
+            nats.append(-float(chances.mean()))
+            sure.append(math.exp(float(chances.min())))
+            if probe.task == "text":
+                values.append(math.exp(float(chances.mean())))
+                continue
+            values.append(share_right(probe.answer, self.answer(state, len(tokens), rest, probe.answer)))
+            self._crop(state, lengths)
+        return {
+            "scores": scores(context, values),
+            "sure": scores(context, sure) if press is None else {},
+            "nats": means(context, nats),
+        }
 
 
 def _untemplated(folder: str) -> str:
@@ -143,6 +158,8 @@ def _untemplated(folder: str) -> str:
 
 
 def main() -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    warnings.filterwarnings("ignore")
     contexts, job = read(Path(sys.argv[1]))
     peer = Peer(job["model"], job["dtype"], job["threads"])
     with peer._torch.inference_mode():
@@ -150,10 +167,10 @@ def main() -> None:
             for setting in job["settings"]:
                 if setting == "seen" and context.probes[0].task == "text":
                     continue
-                found: list[tuple[str | None, float, dict[str, float], dict[str, float]]] = [
-                    (None, 1.0, *peer.scores(context, setting, None)),
+                found = [
+                    {"method": None, "keep": 1.0} | peer.results(context, setting, None),
                     *(
-                        (name, keep, *peer.scores(context, setting, press(1.0 - keep)))
+                        {"method": name, "keep": keep} | peer.results(context, setting, press(1.0 - keep))
                         for name, press in methods().items()
                         for keep in job["keeps"]
                     ),
