@@ -35,6 +35,7 @@ from eviction_cache import EvictionCache, Settings, Variant
 from eviction_report import HEADLINE, SURE, Result, Results, headline, picture, tables
 from eviction_tasks import Context, contexts, means, scores, share_right, write
 from measure import machine
+from run_kvpress import METHODS
 from throughput import MODEL
 from workload import real_text
 
@@ -210,7 +211,7 @@ def kvpress(options: argparse.Namespace, folder: Path, made: dict[int, list[Cont
             job = Path(temporary) / "job.json"
             write(
                 missing, job, model=str(folder), dtype=options.dtype, threads=options.threads,
-                settings=options.settings, keeps=options.keeps,
+                settings=options.settings, keeps=options.keeps, methods=options.kvpress_methods,
             )  # fmt: skip
             with subprocess.Popen(
                 [python, str(HERE / "run_kvpress.py"), str(job)],
@@ -231,6 +232,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=MODEL, help="Hugging Face folder, .gguf file or package:// source")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048], help="tokens (also 4096, 8192)")
     parser.add_argument("--count", type=int, default=10, help="contexts of each of three kinds, at each length")
+    parser.add_argument("--first", type=int, default=0, help="number of the first (policies were chosen by 0 to 5)")
     parser.add_argument("--keeps", type=float, nargs="+", default=[0.5, 0.3, 0.2, 0.1])
     parser.add_argument("--policies", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--settings", nargs="+", choices=("unseen", "seen"), default=["unseen", "seen"])
@@ -242,6 +244,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kvpress-python", metavar="PATH", help="Python of an environment with kvpress (or KVPRESS_PYTHON)"
     )
+    parser.add_argument("--kvpress-methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--no-kernels", action="store_true", help="torch alone instead of the compiled kernels")
     parser.add_argument("--partial", type=Path, help="file of JSON lines to keep results in and to go on from")
     parser.add_argument("--plot", type=Path, help="SVG file to write")
@@ -267,7 +270,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(["", *tables(done, options.keeps, setting, options.sure)]), flush=True)
     if options.plot:
         options.plot.write_text(picture(done, options.keeps, options.settings, options.sure))
-    report = {"machine": about, "contexts": options.contexts, "count": options.count, "costs": costs}
+    report = {
+        "machine": about,
+        "contexts": options.contexts,
+        "first": options.first,
+        "count": options.count,
+        "costs": costs,
+    }
     by_setting = {s: headline(done, options.keeps, s, options.sure) for s in options.settings}
     print(json.dumps(by_setting[options.settings[0]] | {"settings": by_setting} | report))
     return 0
@@ -283,7 +292,7 @@ def make_contexts(folder: Path, options: argparse.Namespace, length: int) -> lis
         return ids
 
     texts = [encode(text) for text in [real_text(), *(path.read_text() for path in options.text)]]
-    return contexts(encode, texts, length, options.count)
+    return contexts(encode, texts, length, options.count, first=options.first)
 
 
 if __name__ == "__main__":

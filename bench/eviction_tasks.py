@@ -59,10 +59,12 @@ class Context:
     probes: list[Probe]
 
 
-def contexts(encode: Encode, texts: Sequence[Sequence[int]], tokens: int, count: int, seed: int = 7) -> list[Context]:
-    """`count` contexts of each kind, of about `tokens` tokens, drawn from `texts` in turn."""
+def contexts(
+    encode: Encode, texts: Sequence[Sequence[int]], tokens: int, count: int, *, first: int = 0, seed: int = 7
+) -> list[Context]:
+    """`count` contexts of each kind from number `first` on, of about `tokens` tokens, drawn from `texts` in turn."""
     made: list[Context] = []
-    for index in range(count):
+    for index in range(first, first + count):
         draw = Random(f"{seed}|{tokens}|{index}")
         made.append(_numbers(encode, _excerpt(texts, index, tokens, draw), index, draw))
         made.append(_ends_and_copy(encode, _excerpt(texts, index, tokens, draw), index, draw))

@@ -21,18 +21,14 @@ from typing import Any
 
 from eviction_tasks import Context, means, read, scores, share_right
 
-
-def methods() -> dict[str, Callable[[float], Any]]:
-    """A press of each method, by the share that it drops."""
-    import kvpress
-
-    return {
-        "SnapKV": lambda drop: kvpress.SnapKVPress(drop),
-        "ExpectedAttention": lambda drop: kvpress.ExpectedAttentionPress(drop),
-        "StreamingLLM": lambda drop: kvpress.StreamingLLMPress(drop),
-        "AdaKV-Expected": lambda drop: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(drop)),
-        "KVzip": lambda drop: kvpress.KVzipPress(drop),
-    }
+METHODS: dict[str, Callable[[Any, float], Any]] = {
+    "SnapKV": lambda kvpress, drop: kvpress.SnapKVPress(drop),
+    "ExpectedAttention": lambda kvpress, drop: kvpress.ExpectedAttentionPress(drop),
+    "StreamingLLM": lambda kvpress, drop: kvpress.StreamingLLMPress(drop),
+    "AdaKV-Expected": lambda kvpress, drop: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(drop)),
+    "KVzip": lambda kvpress, drop: kvpress.KVzipPress(drop),
+}
+"""A press of each method, from the library and the share that it drops."""
 
 
 class Peer:
@@ -160,6 +156,8 @@ def _untemplated(folder: str) -> str:
 def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     warnings.filterwarnings("ignore")
+    import kvpress
+
     contexts, job = read(Path(sys.argv[1]))
     peer = Peer(job["model"], job["dtype"], job["threads"])
     with peer._torch.inference_mode():
@@ -170,8 +168,9 @@ def main() -> None:
                 found = [
                     {"method": None, "keep": 1.0} | peer.results(context, setting, None),
                     *(
-                        {"method": name, "keep": keep} | peer.results(context, setting, press(1.0 - keep))
-                        for name, press in methods().items()
+                        {"method": name, "keep": keep}
+                        | peer.results(context, setting, METHODS[name](kvpress, 1.0 - keep))
+                        for name in job["methods"]
                         for keep in job["keeps"]
                     ),
                 ]

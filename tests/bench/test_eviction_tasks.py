@@ -25,6 +25,10 @@ def made() -> list[Context]:
     return contexts(encode, [TEXT], 1500, 10)
 
 
+def test_contexts_from_a_number_on_are_those_of_the_whole_list() -> None:
+    assert contexts(encode, [TEXT], 1500, 2, first=3) == contexts(encode, [TEXT], 1500, 5)[9:]
+
+
 def test_every_question_is_answered_once_in_its_context(made: list[Context]) -> None:
     for context in made:
         for probe in context.probes:
