@@ -22,7 +22,7 @@ from fastapi import FastAPI
 
 from ullage_engine.api.admin import create_admin_app
 from ullage_engine.api.core import LoadedEngine
-from ullage_engine.api.drain import drain
+from ullage_engine.api.drain import Door
 from ullage_engine.api.public import create_public_app
 from ullage_engine.config import ServerConfig, TcpAddress, UnixAddress
 from ullage_engine.errors import ConfigError, LoopUnavailable
@@ -213,16 +213,17 @@ async def serve(
     def in_flight() -> int:
         return public.generations.in_flight
 
+    door = Door(engine.core, in_flight)
     servers = [(_Server(public.app), sockets.public)]
     if sockets.admin is not None:
-        admin = create_admin_app(engine.core, in_flight, latency=public.metrics.latency)
+        admin = create_admin_app(engine.core, door, latency=public.metrics.latency)
         servers.append((_Server(admin), sockets.admin))
     tasks = [asyncio.ensure_future(server.serve([bound])) for server, bound in servers]
     try:
         await _until(tasks, *(server.serving for server, _ in servers))
         announce(sockets.describe() | {"model": engine.core.model_name})
         await _until(tasks, stop.asked)
-        await _drain(engine, in_flight, config.drain_seconds, stop)
+        await _drain(door, in_flight, config.drain_seconds, stop)
         public.generations.give_up("the server is stopping, and this request took too long to finish")
         for server, _ in servers:
             server.should_exit = True
@@ -257,8 +258,8 @@ async def _until(tasks: Sequence[asyncio.Task[None]], *events: asyncio.Event) ->
         waiting.cancel()
 
 
-async def _drain(engine: LoadedEngine, in_flight: Callable[[], int], seconds: float, stop: Stop) -> None:
-    draining = asyncio.ensure_future(drain(engine.core, in_flight, seconds))
+async def _drain(door: Door, in_flight: Callable[[], int], seconds: float, stop: Stop) -> None:
+    draining = asyncio.ensure_future(door.stop(seconds))
     hurry = asyncio.ensure_future(stop.hurry.wait())
     either: tuple[asyncio.Future[Any], ...] = (draining, hurry)
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tiered import make_tiered
 
+from ullage_engine.api.drain import Door
 from ullage_engine.errors import Draining, LoopUnavailable, Overloaded, RequestTooLong
 from ullage_engine.fake_runner import expected_tokens
 from ullage_engine.loop import IDLE_PASS_S, EngineLoop, LoopLimits
@@ -143,6 +145,19 @@ def test_draining_admits_nothing_and_finishes_what_runs(start: Callable[..., Eng
     again = Receiver()
     loop.submit(request("again", [1]), again)
     again.wait()
+
+
+def test_a_drain_that_was_ended_is_seen_to_have_ended(start: Callable[..., EngineLoop]) -> None:
+    loop = start()
+    door = Door(loop, lambda: 0)
+    assert asyncio.run(door.drain(WAIT_S)).drained
+    with pytest.raises(Draining):
+        loop.submit(request("late", [1]), Receiver())
+    assert asyncio.run(door.resume(WAIT_S)) is False
+    assert not loop.snapshot().draining
+    again = Receiver()
+    loop.submit(request("again", [1]), again)
+    assert again.wait()[-1].finish_reason == "length"
 
 
 def test_late_eviction_is_cancelled_and_never_happens(start: Callable[..., EngineLoop]) -> None:

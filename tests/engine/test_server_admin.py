@@ -13,6 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ullage_engine.api.admin import create_admin_app
+from ullage_engine.api.drain import Door
+from ullage_engine.errors import LoopUnavailable
 from ullage_engine.fake_core import FakeCore, Gate
 from ullage_engine.metrics import HttpMetrics, Latency
 from ullage_engine.request import GenerationRequest, TokenOutput
@@ -20,6 +22,7 @@ from ullage_engine.snapshot import TierState
 
 Open = Callable[..., Any]
 EVICT, ADMISSION, DRAIN = "/admin/v1/kv/evict", "/admin/v1/admission", "/admin/v1/drain"
+RESUME = "/admin/v1/resume"
 COMPACT = "/admin/v1/kv/compact"
 
 
@@ -27,7 +30,7 @@ COMPACT = "/admin/v1/kv/compact"
 async def admin(
     core: FakeCore, *, clock: Callable[[], float] = lambda: 100.0, latency: Callable[[], Latency] | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_admin_app(core, lambda: 0, latency=latency, clock=clock)
+    app = create_admin_app(core, Door(core, lambda: 0), latency=latency, clock=clock)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as made:
         yield made
@@ -160,6 +163,8 @@ BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (DRAIN, {"timeout_s": -1}, "timeout_s", "greater than or equal to 0"),
     (DRAIN, {"timeout": 1}, "timeout", "known are timeout_s"),
     (DRAIN, [], "body", "object"),
+    (RESUME, {"timeout_s": 1}, "timeout_s", "known are none"),
+    (RESUME, [], "body", "object"),
 ]
 
 
@@ -271,3 +276,63 @@ async def test_drain(core: FakeCore, open_engine: Open) -> None:
         gate.open()
         assert (await waiting).json() == {"drained": True, "in_flight": 0}
         assert (await answer).status_code == 200
+
+
+async def test_a_drain_is_ended_and_requests_are_admitted_again(core: FakeCore, open_engine: Open) -> None:
+    body = {"model": "fake", "prompt": "x", "max_tokens": 1}
+    async with (
+        open_engine() as addresses,
+        httpx.AsyncClient(base_url=addresses["public"], timeout=30) as public,
+        httpx.AsyncClient(base_url=addresses["admin"], timeout=30) as http,
+    ):
+        assert (await http.post(DRAIN, json={"timeout_s": 5})).json() == {"drained": True, "in_flight": 0}
+        assert (await public.post("/v1/completions", json=body)).status_code == 503
+        assert (await public.get("/ready")).status_code == 503
+        resumed = await http.post(RESUME, json={})
+        assert (resumed.status_code, resumed.json()) == (200, {"draining": False})
+        assert (await http.get("/admin/v1/kv")).json()["admission"]["draining"] is False
+        assert (await public.get("/ready")).status_code == 200
+        assert (await public.post("/v1/completions", json=body)).status_code == 200
+        again = await http.post(RESUME, json={})
+        assert (again.status_code, again.json()) == (200, {"draining": False}), "of an open engine: no error"
+
+
+async def test_the_same_key_resumes_once(core: FakeCore) -> None:
+    async with admin(core) as http:
+        key = {"Idempotency-Key": "a"}
+        await http.post(DRAIN, json={"timeout_s": 0})
+        assert (await http.post(RESUME, json={}, headers=key)).json() == {"draining": False}
+        await http.post(DRAIN, json={"timeout_s": 0})
+        assert (await http.post(RESUME, json={}, headers=key)).json() == {"draining": False}
+        assert core.draining, "the first answer again, without acting again"
+        assert (await http.post(DRAIN, json={"timeout_s": 0}, headers=key)).status_code == 409
+
+
+async def test_a_drain_that_still_waits_is_ended_by_resume(core: FakeCore) -> None:
+    """It has not drained, though nothing is in flight: requests are admitted."""
+    open_sequences = 1
+    door = Door(core, lambda: open_sequences)
+    draining = asyncio.ensure_future(door.drain(60))
+    await asyncio.to_thread(core.wait_for, lambda core: core.draining)
+    open_sequences = 0
+    assert await door.resume(10) is False
+    assert not (await draining).drained
+
+
+async def test_a_server_that_is_stopping_stays_closed(core: FakeCore) -> None:
+    door = Door(core, lambda: 0)
+    assert (await door.stop(5)).drained
+    assert await door.resume(5) is True
+    assert core.draining
+
+
+async def test_an_end_that_the_step_loop_does_not_show_is_503(core: FakeCore) -> None:
+    class Late(FakeCore):
+        def set_draining(self, draining: bool) -> None:
+            if draining:
+                super().set_draining(True)
+
+    door = Door(Late(), lambda: 0)
+    await door.drain(0)
+    with pytest.raises(LoopUnavailable, match="did not show the end"):
+        await door.resume(0.01)

@@ -133,6 +133,10 @@ async def test_stopping_lets_requests_finish(core: FakeCore, tokenizer: Any) -> 
             await eventually(core, lambda core: core.draining)
             refused = await http.post("/v1/completions", json=body)
             assert refused.status_code == 503
+            async with httpx.AsyncClient(base_url=(await addresses)["admin"]) as admin:
+                resumed = await admin.post("/admin/v1/resume", json={})
+            assert resumed.json() == {"draining": True}, "a server that is stopping does not open again"
+            assert core.draining
             assert not task.done()
             gate.open()
             async for part in parts:

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 
 from ullage_engine.api.body import read_body
 from ullage_engine.api.core import EngineCore
-from ullage_engine.api.drain import drain
+from ullage_engine.api.drain import Door
 from ullage_engine.api.errors import ApiError, shown
 from ullage_engine.api.idempotency import AnswerStore, KeyReused, TooManyKeys
 from ullage_engine.errors import LoopUnavailable
@@ -32,7 +32,7 @@ from ullage_engine.request import AdmissionLimit, Destination
 MAX_BODY = 64 * 1024
 MAX_KEY = 256
 EVICT_SECONDS = 10.0
-"""How long an eviction or a compaction may wait for the step loop."""
+"""How long an eviction, a compaction or the end of a drain may wait for the step loop."""
 MAX_COMPACT_MS = 10_000.0
 """All sequences wait while a compaction runs."""
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -94,7 +94,13 @@ class DrainBody(BaseModel):
     timeout_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
 
 
-BodyT = TypeVar("BodyT", EvictBody, CompactBody, AdmissionBody, DrainBody)
+class ResumeBody(BaseModel):
+    """Nothing to say."""
+
+    model_config = _STRICT
+
+
+BodyT = TypeVar("BodyT", EvictBody, CompactBody, AdmissionBody, DrainBody, ResumeBody)
 Answer = dict[str, Any]
 
 
@@ -110,9 +116,9 @@ class AdminError(Exception):
 class Acts:
     """The acts themselves, without HTTP."""
 
-    def __init__(self, core: EngineCore, open_sequences: Callable[[], int], clock: Callable[[], float]) -> None:
+    def __init__(self, core: EngineCore, door: Door, clock: Callable[[], float]) -> None:
         self._core = core
-        self._open_sequences = open_sequences
+        self._door = door
         self._clock = clock
 
     async def evict(self, body: EvictBody) -> Answer:
@@ -155,19 +161,23 @@ class Acts:
 
     async def drain(self, body: DrainBody) -> Answer:
         """Stop admitting and wait."""
-        return asdict(await drain(self._core, self._open_sequences, body.timeout_s))
+        return asdict(await self._door.drain(body.timeout_s))
+
+    async def resume(self, body: ResumeBody) -> Answer:
+        """Admit again, unless the server is stopping."""
+        return {"draining": await self._door.resume(EVICT_SECONDS)}
 
 
 def create_admin_app(
     core: EngineCore,
-    open_sequences: Callable[[], int],
+    door: Door,
     *,
     latency: Callable[[], Latency] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
     """The admin application; `clock` is the core's, monotonic. Without `latency` the snapshot tells none."""
     app = FastAPI(title="Ullage engine admin", openapi_url=None)
-    acts = Acts(core, open_sequences, clock)
+    acts = Acts(core, door, clock)
     store: AnswerStore[Answer] = AnswerStore(clock)
     _add_errors(app)
 
@@ -195,6 +205,10 @@ def create_admin_app(
     @app.post("/admin/v1/drain")
     async def drain_(request: Request) -> JSONResponse:
         return await _act(request, store, DrainBody, acts.drain)
+
+    @app.post("/admin/v1/resume")
+    async def resume(request: Request) -> JSONResponse:
+        return await _act(request, store, ResumeBody, acts.resume)
 
     return app
 
@@ -224,7 +238,7 @@ def _parse(data: bytes, kind: type[BodyT]) -> BodyT:
         field = ".".join(map(str, first["loc"])) or by_rule
         message = first["msg"]
         if first["type"] == "extra_forbidden":
-            message = f"unknown field; known are {', '.join(kind.model_fields)}"
+            message = f"unknown field; known are {', '.join(kind.model_fields) or 'none'}"
         raise _bad_body(field, _wire(first["input"]), message) from error
 
 
