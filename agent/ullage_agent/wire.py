@@ -264,6 +264,7 @@ class ActionRequest:
 
     evict: exactly one of `ratio` (0..1, share of occupied blocks) and `bytes`; `dry_run`.
     throttle: `max_prompt_tokens` and `ttl_s`. compact: `budget_ms`. drain: `timeout_s` bounds the wait.
+    release, which lifts a limit and ends a drain: none.
     """
 
     ratio: float | None = None

@@ -81,6 +81,8 @@ class AdminEngine:
         self.answers: dict[str, tuple[int, bytes]] = {}
         self.posts: list[tuple[str, dict[str, Any], str]] = []
         self.compact = False
+        self.resume = True
+        self.stopping = False
         self.sparse = 2
         self.dies_after_acting = False
         self.url = ""
@@ -91,6 +93,8 @@ class AdminEngine:
         app.router.add_post("/admin/v1/kv/evict", self._evict)
         app.router.add_post("/admin/v1/admission", self._admission)
         app.router.add_post("/admin/v1/drain", self._drain)
+        if self.resume:
+            app.router.add_post("/admin/v1/resume", self._resume)
         if self.compact:
             app.router.add_post("/admin/v1/kv/compact", self._compact)
         return app
@@ -134,7 +138,13 @@ class AdminEngine:
 
     async def _drain(self, request: web.Request) -> web.Response:
         await self._note(request)
+        self.snapshot["admission"]["draining"] = True
         return self._canned(request) or web.json_response({"drained": True, "in_flight": 0})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self._note(request)
+        self.snapshot["admission"]["draining"] = self.stopping
+        return self._canned(request) or web.json_response({"draining": self.stopping})
 
     async def _compact(self, request: web.Request) -> web.Response:
         await self._note(request)

@@ -97,6 +97,24 @@ async def test_throttling_stops_growth_until_it_ends(clock: ManualClock) -> None
     assert (state.hot_blocks, state.admission_max_prompt_tokens) == (25, None)
 
 
+async def test_a_drained_pool_runs_nothing_until_it_is_released(clock: ManualClock) -> None:
+    adapter = FakeAdapter.simulated(PoolSpec(total=100, hot=10, growth_per_s=1.0), clock)
+    await adapter.act("drain", ActionRequest(), "key-1")
+    clock.advance(10)
+    state = (await adapter.read()).snapshot
+    assert (state.draining, state.running, state.hot_blocks, state.reclaimable_blocks) == (True, 0, 0, 10)
+    await adapter.act("release", ActionRequest(), "key-2")
+    clock.advance(10)
+    state = (await adapter.read()).snapshot
+    assert (state.draining, state.running, state.hot_blocks) == (False, 1, 10)
+
+
+async def test_a_pool_without_work_runs_nothing(clock: ManualClock) -> None:
+    adapter = FakeAdapter.simulated(PoolSpec(total=100, cached=10, peak=0), clock)
+    state = (await adapter.read()).snapshot
+    assert (state.running, state.outstanding_blocks) == (0, 0)
+
+
 actions = st.sampled_from(["evict", "compact", "throttle", "release", "drain"])
 moves = st.lists(st.tuples(actions, st.floats(0.01, 1.0), st.booleans(), st.floats(0, 30)), max_size=25)
 

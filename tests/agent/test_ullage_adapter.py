@@ -207,7 +207,10 @@ async def test_throttle_and_release(adapter: EngineAdapter, engine: Any) -> None
     assert released.outcome == "Succeeded"
     assert released.after is not None
     assert released.after.admission_max_prompt_tokens is None
-    assert [body["max_prompt_tokens"] for _, body, _ in engine.posts] == [512, None]
+    assert [body.get("max_prompt_tokens") for path, body, _ in engine.posts if path == "/admin/v1/admission"] == [
+        512,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,6 +225,58 @@ async def test_drain(adapter: EngineAdapter, engine: Any, body: bytes, outcome: 
     result = await adapter.act("drain", ActionRequest(timeout_s=10.0), "key-1")
     assert result.outcome == outcome
     assert engine.posts[0][1]["timeout_s"] < 10.0
+
+
+async def test_release_ends_a_drain_and_proves_it_by_a_reading(adapter: EngineAdapter, engine: Any) -> None:
+    drained = await adapter.act("drain", ActionRequest(), "key-1")
+    released = await adapter.act("release", ActionRequest(), "key-2")
+    assert (drained.after.draining, released.before.draining, released.after.draining) == (True, True, False)  # type: ignore[union-attr]
+    assert (released.outcome, released.message) == ("Succeeded", "prompts of any length are admitted")
+    assert [(path, key) for path, _, key in engine.posts] == [
+        ("/admin/v1/drain", "key-1"),
+        ("/admin/v1/admission", "key-2"),
+        ("/admin/v1/resume", "key-2-resume"),
+    ]
+    assert engine.posts[-1][1] == {}
+
+
+@pytest.mark.parametrize("says", [True, False])
+async def test_release_does_not_open_an_engine_that_is_stopping(
+    adapter: EngineAdapter, engine: Any, says: bool
+) -> None:
+    """Not by its answer, and not by what it reads whatever it answered."""
+    engine.stopping = True
+    if not says:
+        engine.answers["/admin/v1/resume"] = (200, b'{"draining": false}')
+    result = await adapter.act("release", ActionRequest(), "key-1")
+    assert (result.outcome, result.message) == ("Ineffective", "the engine still admits nothing: it is stopping")
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_an_older_engine_without_the_route_is_open_unless_it_drains(
+    serve_engine: Any, admin_engine: Any, clock: ManualClock, drains: bool
+) -> None:
+    engine = admin_engine()
+    engine.resume = False
+    await serve_engine(engine)
+    engine.snapshot["admission"]["draining"] = drains
+    adapter = BUILTIN_ADAPTERS["ullage"](AdapterConfig(url=engine.url, clock=clock))
+    result = await adapter.act("release", ActionRequest(), "key-1")
+    if drains:
+        assert result.outcome == "Ineffective"
+        assert "this version has no /admin/v1/resume; restart it" in result.message
+    else:
+        assert result.outcome == "Succeeded"
+    await adapter.close()
+
+
+@pytest.mark.parametrize("answer", [(503, b'{"error": {"message": "late"}}'), (200, b"{}"), (200, b"yes")])
+async def test_a_release_without_an_understandable_answer_is_an_error(
+    adapter: EngineAdapter, engine: Any, answer: tuple[int, bytes]
+) -> None:
+    engine.answers["/admin/v1/resume"] = answer
+    with pytest.raises(EngineError):
+        await adapter.act("release", ActionRequest(), "key-1")
 
 
 async def test_compact_is_offered_only_where_it_was_found(

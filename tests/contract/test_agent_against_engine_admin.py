@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,10 +17,12 @@ from ullage_agent.clock import SystemClock
 from ullage_agent.errors import EngineRefused
 from ullage_agent.wire import ActionRequest
 from ullage_engine.config import ServerConfig, TcpAddress, UnixAddress
-from ullage_engine.fake_core import FakeCore
+from ullage_engine.fake_core import FakeCore, Gate
 from ullage_engine.fake_engine import FakeEngine, running, tiny_tokenizer
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
+from ullage_engine.request import GenerationRequest, TokenOutput
+from ullage_engine.server import Stop, bind, serve
 from ullage_engine.snapshot import TierState
 
 CONTRACTS = Path(__file__).parents[2] / "docs" / "contracts.md"
@@ -160,6 +162,55 @@ async def test_drain_of_an_idle_engine(adapter: UllageAdapter) -> None:
     assert drained.outcome == "Succeeded"
     assert drained.after is not None
     assert drained.after.draining is True
+
+
+async def test_release_opens_a_drained_engine(adapter: UllageAdapter, public: str) -> None:
+    body = {"model": "fake", "prompt": "the quick fox", "max_tokens": 4}
+    await adapter.act("drain", ActionRequest(timeout_s=5.0), "key-1")
+    async with httpx.AsyncClient(base_url=public) as http:
+        assert (await http.post("/v1/completions", json=body)).status_code == 503
+        released = await adapter.act("release", ActionRequest(timeout_s=5.0), "key-2")
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+    assert released.outcome == "Succeeded"
+    assert released.before is not None and released.before.draining is True
+    assert released.after is not None and released.after.draining is False
+    again = await adapter.act("release", ActionRequest(timeout_s=5.0), "key-2")
+    assert (again.outcome, again.message) == (released.outcome, released.message)
+
+
+async def test_release_leaves_an_engine_closed_that_is_stopping(core: FakeCore, tmp_path: Path) -> None:
+    """It stops while a request is in flight, and answers until that has ended."""
+    gate = core.gate()
+
+    def script(request: GenerationRequest) -> Iterable[TokenOutput | Gate]:
+        yield gate
+        yield TokenOutput(request_id=request.request_id, token=65, finish_reason="length")
+
+    core.script = script
+    config = ServerConfig(public=TcpAddress("127.0.0.1", 0), admin=UnixAddress(tmp_path / "admin.sock"))
+    stop = Stop()
+    addresses: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+    engine = FakeEngine(core, tiny_tokenizer())
+    serving = asyncio.ensure_future(
+        serve(engine, bind(config), config, stop=stop, announce=addresses.set_result),
+    )
+    url = (await addresses)["public"]
+    adapter = UllageAdapter.from_config(AdapterConfig(url=f"unix:{tmp_path}/admin.sock", clock=SystemClock()))
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        answer = asyncio.ensure_future(http.post("/v1/completions", json={"model": "fake", "prompt": "x"}))
+        assert await asyncio.to_thread(core.wait_for, lambda core: bool(core.live))
+        stop.ask()
+        assert await asyncio.to_thread(core.wait_for, lambda core: core.draining)
+        released = await adapter.act("release", ActionRequest(timeout_s=5.0), "key-1")
+        assert (released.outcome, released.message) == (
+            "Ineffective",
+            "the engine still admits nothing: it is stopping",
+        )
+        assert released.after is not None and released.after.draining is True
+        gate.open()
+        assert (await answer).status_code == 200
+    await adapter.close()
+    await serving
 
 
 async def test_compact_is_offered_and_frees_once_a_key(adapter: UllageAdapter, core: FakeCore) -> None:

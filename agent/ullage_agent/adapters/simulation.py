@@ -63,6 +63,7 @@ class SimulatedPool:
         self._grow(now)
         slots = self.hot * self.spec.block_tokens
         throttled = self._limit is not None
+        outstanding = 0 if self._draining else max(0, self._peak - self.hot)
         return Snapshot(
             sampled_at=wall,
             sequence=sequence,
@@ -80,9 +81,9 @@ class SimulatedPool:
             filled_slots=slots,
             allocator_reserved_bytes=self.spec.total * self.spec.block_bytes,
             allocator_allocated_bytes=self.spec.total * self.spec.block_bytes,
-            running=0 if self._draining else 1,
+            running=1 if self.hot or outstanding else 0,
             waiting=0,
-            outstanding_blocks=0 if self._draining else max(0, self._peak - self.hot),
+            outstanding_blocks=outstanding,
             admission_max_prompt_tokens=self._limit,
             admission_expires_in_s=self._limit_until - now if throttled else None,
             draining=self._draining,
@@ -100,7 +101,7 @@ class SimulatedPool:
             self._limit_until = now + (request.ttl_s or math.inf)
             return _done(action, "Succeeded", f"prompts above {self._limit} tokens are refused")
         if action == "release":
-            self._limit, self._limit_until = None, math.inf
+            self._limit, self._limit_until, self._draining = None, math.inf, False
             return _done(action, "Succeeded", "prompts of any length are admitted")
         self._draining = True
         self._cached += self.hot

@@ -16,6 +16,7 @@ from ullage_agent.adapters.ullage_contract import (
     COMPACTION_COUNTS,
     DRAIN_STATE,
     EVICTION_COUNTS,
+    RESUME_STATE,
     parse_object,
     parse_snapshot,
     require,
@@ -30,6 +31,7 @@ EVICT_PATH = "/admin/v1/kv/evict"
 COMPACT_PATH = "/admin/v1/kv/compact"
 ADMISSION_PATH = "/admin/v1/admission"
 DRAIN_PATH = "/admin/v1/drain"
+RESUME_PATH = "/admin/v1/resume"
 
 MAX_ANSWER_BYTES = 1 << 20
 PROBE_SHARE = 0.25
@@ -187,7 +189,28 @@ class UllageAdapter:
         answer = await self._post(ADMISSION_PATH, body, request, key)
         if answer.get("max_prompt_tokens") is not None:
             raise EngineProtocolError(f"POST {ADMISSION_PATH}: a limit is still in force after release")
+        if why_closed := await self._resume(request, key):
+            return Effect(outcome="Ineffective", message=f"the engine still admits nothing: {why_closed}", counts={})
         return Effect(outcome="Succeeded", message="prompts of any length are admitted", counts={})
+
+    async def _resume(self, request: ActionRequest, key: str) -> str | None:
+        """End a drain; why the engine is closed even so, by what it reads afterwards.
+
+        An engine without the route is open all the same, unless it drains. The key is one of its own: the engine
+        refuses one that came with another call.
+        """
+        resume_key = f"{key}-resume"
+        answer = await self._http.post(RESUME_PATH, {}, key=resume_key, timeout_s=request.timeout_s)
+        if answer.status not in (200, 404):
+            raise EngineRefused(
+                f"POST {RESUME_PATH} answered {answer.status}: {_excerpt(answer.body)}", status=answer.status
+            )
+        offered = answer.status == 200
+        stopping = offered and require(parse_object(answer.body, RESUME_PATH), RESUME_STATE, RESUME_PATH)["draining"]
+        draining = (await self._read_snapshot()).snapshot.draining
+        if not (draining or stopping):
+            return None
+        return "it is stopping" if offered else f"it drains, and this version has no {RESUME_PATH}; restart it"
 
     async def _drain(self, request: ActionRequest, key: str) -> Effect:
         # The wait follows from the request alone, so that a repeated key carries the same body.

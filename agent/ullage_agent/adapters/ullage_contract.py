@@ -89,6 +89,8 @@ DRAIN_STATE: tuple[Field, ...] = (
     Field(attribute="in_flight", source="in_flight"),
 )
 
+RESUME_STATE: tuple[Field, ...] = (Field(attribute="draining", source="draining", kind="bool"),)
+
 
 def parse_snapshot(body: bytes, path: str, sampled_at: float) -> Reading:
     """Judge the answer of `GET /admin/v1/kv` against the metric contract. Pure.
