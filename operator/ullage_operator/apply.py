@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ullage_agent.wire import ActionRequest
-from ullage_operator.errors import AgentRefused, AgentUnreachable, ClusterError
+from ullage_operator.errors import AgentError, AgentRefused, AgentUnreachable, ClusterError
 from ullage_operator.gather import AgentClient
 from ullage_operator.model import ENGINE_ACTIONS, EngineAction, Remediation
 from ullage_operator.observation import AgentTarget
@@ -15,7 +15,9 @@ from ullage_operator.remediation import answered, finish, sent, stepped, unanswe
 ACTION_TIMEOUT_S = 10.0
 """Bound that the agent is given for one action."""
 DRAIN_TIMEOUT_S = 5.0
-"""Bound of the last drain of an engine that has nothing in flight."""
+"""Bound of the last drain of an engine that has nothing in flight, and of its end."""
+ATTEMPT = " (attempt "
+"""Begins what a step's last attempt that was not answered adds to the record's message."""
 
 
 class Scaler(Protocol):
@@ -86,19 +88,21 @@ async def _scale(
     *,
     clock: Callable[[], float],
 ) -> Remediation:
-    tried, stage, message = sent(record), record.status.stage, record.status.message
+    tried, stage, message = sent(record), record.status.stage, _plain(record.status.message)
     before, after = record.spec.parameters.from_replicas or 1, record.spec.parameters.to_replicas or 1
     try:
-        if stage in ("Draining", "Restoring"):
-            await scaler.set_serving(record.spec.pod, serving=stage == "Restoring")
+        if stage == "Draining":
+            await scaler.set_serving(record.spec.pod, serving=False)
+        elif stage == "Restoring":
+            return await _restore(tried, target, agents, scaler, message, clock=clock)
         elif stage == "Cancelling":
             await scaler.set_replicas(expected=after, wanted=before)
         else:
             if stage == "Removing" and target is not None:
                 await _drain(record, target, agents)
             await scaler.set_replicas(expected=before, wanted=after)
-    except ClusterError as error:
-        return unanswered(tried, f"{message} (attempt {tried.status.attempts}: {error})"[:1000])
+    except (AgentError, ClusterError) as error:
+        return unanswered(tried, f"{message}{ATTEMPT}{tried.status.attempts}: {error})"[:1000])
     return stepped(tried, message, now=clock())
 
 
@@ -109,3 +113,35 @@ async def _drain(record: Remediation, target: AgentTarget, agents: AgentClient) 
         await agents.act(target, "drain", request, key=f"{record.metadata.name}-drain")
     except (AgentRefused, AgentUnreachable):
         return  # it takes no more requests in any case, and preStop drains whatever came
+
+
+async def _restore(
+    tried: Remediation,
+    target: AgentTarget | None,
+    agents: AgentClient,
+    scaler: Scaler,
+    message: str,
+    *,
+    clock: Callable[[], float],
+) -> Remediation:
+    """Let the Service send requests again, and open the engine where it was closed.
+
+    Raises:
+        ClusterError, AgentError: one of the two is not known to be done. An agent that refuses may be busy.
+    """
+    await scaler.set_serving(tried.spec.pod, serving=True)
+    if not tried.status.closed:
+        return stepped(tried, message, now=clock())
+    if target is None:
+        raise AgentUnreachable("its agent has no address")
+    request = ActionRequest(timeout_s=DRAIN_TIMEOUT_S, reason=tried.spec.reason)
+    result = await agents.act(target, "release", request, key=f"{tried.metadata.name}-release")
+    if result.outcome in ("Ineffective", "Failed"):
+        return finish(tried, "Failed", message=f"{message}, and not reopened: {result.message}", now=clock())
+    reopened = result.outcome == "Succeeded"  # Unsupported: nothing had closed it either
+    return stepped(tried, f"{message}, and reopened" if reopened else message, now=clock())
+
+
+def _plain(message: str) -> str:
+    """Without what the last attempt added."""
+    return message.partition(ATTEMPT)[0]

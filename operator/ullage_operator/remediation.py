@@ -112,7 +112,8 @@ def enter(record: Remediation, stage: Stage, *, message: str, now: float) -> Rem
     present = record.status.stage
     if record.status.phase != "Running" or stage not in STAGES[present]:
         raise IllegalTransition(f"{record.metadata.name}: {record.status.phase}/{present} does not lead to {stage}")
-    return _update(record, stage=stage, stage_at=moment(now), answered_at=None, attempts=0, message=message)
+    entered = _update(record, stage=stage, stage_at=moment(now), answered_at=None, attempts=0, message=message)
+    return _update(entered, closed=True) if stage == "Removing" else entered
 
 
 def stepped(record: Remediation, message: str, *, now: float) -> Remediation:

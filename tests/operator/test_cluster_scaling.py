@@ -7,6 +7,7 @@ import re
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import pytest
 from assets import find_or_build
 from cluster import Kubectl, establish, eventually
 from controlplane import ControlPlane
-from kubelet import Kubelet
+from kubelet import Kubelet, RunningPod
 from processes import Program, http_get, metric
 
 from ullage_operator.crd import crds
@@ -93,6 +94,45 @@ def test_up_by_demand_and_down_when_idle(
         (left,) = kubectl.list("pod")
         assert left["metadata"]["labels"]["ullage.dev/traffic"] == "on"
         assert {r["status"]["phase"] for r in kubectl.list("remed")} <= FINAL
+
+
+def test_the_engine_that_stays_in_place_of_another_opens_again(
+    operator: Any, kubectl: Kubectl, control_plane: ControlPlane, tmp_path: Path
+) -> None:
+    """The older engine is chosen, as it holds less, and drained; then the younger one is removed."""
+    if control_plane.version() >= (1, 22):
+        pytest.skip("this API server removes the engine that was chosen")
+
+    def pool(index: int) -> dict[str, Any]:
+        return {"pool": {"total": 100, "cached": 9 if index else 3, "peak": 0}}
+
+    def desired() -> int:
+        return int((kubectl.get("infsvc", "web") or {})["spec"]["replicas"].get("desired") or 1)
+
+    def draining(pod: RunningPod) -> Any:
+        return json.loads(http_get(f"http://{pod.address}:9400/page.json"))["report"]["draining"]
+
+    with (
+        operator(),
+        Kubelet(control_plane, kubectl.namespace, tmp_path / "node", engines=pool) as node,
+    ):
+        kubectl.apply(service())
+        eventually("the older engine", lambda: any(pod.ready for pod in node.pods.values()))
+        (older,) = node.pods.values()
+        time.sleep(1.1)  # readiness is told in whole seconds
+        kubectl.run("scale", "infsvc", "web", "--replicas=2")
+        eventually("the younger engine's end", lambda: desired() == 1 and len(node.pods) == 1)
+        assert list(node.pods.values()) == [older]
+        record = eventually("the step taken back", lambda: phase(kubectl, "scaleDown", "Ineffective"))
+        assert (record["spec"]["pod"], record["status"]["closed"]) == (older.name, True)
+        assert record["status"]["message"] == f"taken back: {older.name} was not the one removed, and reopened"
+        eventually("a reading that it is open", lambda: draining(older) is False)
+        released = 'ullage_agent_actions_total{action="release",outcome="Succeeded"}'
+        assert metric(http_get(f"http://{older.address}:9400/metrics"), released) == 1
+        assert metric(http_get(f"http://{older.address}:9400/metrics"), released.replace("release", "drain")) == 1
+        (left,) = kubectl.list("pod")
+        assert left["metadata"]["labels"]["ullage.dev/traffic"] == "on"
+        assert "controller.kubernetes.io/pod-deletion-cost" not in left["metadata"].get("annotations", {})
 
 
 def test_a_pod_without_room_is_taken_back(

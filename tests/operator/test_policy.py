@@ -252,6 +252,16 @@ TABLE: list[Row] = [
         Reason.HEALTHY,
     ),
     (
+        "lifting it would open an engine that somebody drained",
+        lambda b: (
+            b.service(),
+            [b.observation(20, admission_max_prompt_tokens=9, draining=True)],
+            [ended(b, "Succeeded", ago=50, action="throttle")],
+        ),
+        "Hold",
+        Reason.HEALTHY,
+    ),
+    (
         "release needs no approval and no budget",
         lambda b: (
             b.service(mode="Propose", maxActionsPerHour=1),

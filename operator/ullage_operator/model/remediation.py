@@ -113,6 +113,8 @@ class RemediationStatus(Part):
     """Step within a running scaleUp or scaleDown."""
     stage_at: Timestamp | None = None
     """When that step began."""
+    closed: bool | None = None
+    """Whether the engine that is to leave was told to admit no more requests."""
     proposed_at: Timestamp
     """When it was decided."""
     started_at: Timestamp | None = None

@@ -20,7 +20,9 @@ WATCH_GAP_S = 30.0
 ENDPOINT_SECONDS = 5.0
 """After an engine left the Service, until no more requests are expected: endpoints and proxies follow by then."""
 STEP_WINDOW_S = 120.0
-"""Seconds for which a step that the API refuses is tried again."""
+"""Seconds for which a step that the API refuses, or the agent does not answer, is tried again."""
+STEP_ATTEMPTS = 4
+"""Times that it is tried at least, however much of that time the operator or the API was away."""
 LEAVING_WINDOW_S = 120.0
 """Seconds in which the drained engine must be on its way out, once one engine less is wanted."""
 SETTLED_S = 10.0
@@ -84,6 +86,9 @@ def check_shrink(s: Situation) -> Decision | None:
     if record.status.answered_at is None:
         if stage == "Removing" and (why := _overtaken(s, record)):
             return _stage(s, record, "Restoring", Reason.SCALE_DOWN_CANCELLED, f"taken back: {why}")
+        if stage == "Restoring" and _reopening_overdue(s, record):
+            message = f"{record.status.message}; delete {pod.name} if its engine still admits nothing"
+            return _end(s, record, "Failed", Reason.OVERDUE, message)
         return _go_on(record, Reason.DRAINING, f"{record.metadata.name}: {stage} once more")
     if stage == "Restoring":
         return _end(s, record, "Ineffective", Reason.SCALE_DOWN_CANCELLED, record.status.message)
@@ -190,6 +195,12 @@ def _overtaken(s: Situation, record: Remediation) -> str | None:
     if s.replicas not in (record.spec.parameters.from_replicas, record.spec.parameters.to_replicas):
         return f"replicas were set to {s.replicas} by someone else"
     return None
+
+
+def _reopening_overdue(s: Situation, record: Remediation) -> bool:
+    """Whether the engine was asked to reopen for long enough: meanwhile nothing is done for the others."""
+    over = _since_stage(s, record) >= STEP_WINDOW_S and record.status.attempts >= STEP_ATTEMPTS
+    return bool(record.status.closed) and over
 
 
 def _gone(s: Situation, record: Remediation) -> Decision:

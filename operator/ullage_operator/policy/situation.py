@@ -160,7 +160,7 @@ class Situation:
         return last is not None and self.since_end(last) < self.policy.of(action).cooldown_seconds
 
     def _may_release(self, observation: Observation) -> bool:
-        if not (throttled(observation) and capable(observation, "release")):
+        if not (throttled(observation) and capable(observation, "release")) or _drains(observation):
             return False
         if self.cooling("release", observation.target.uid) or self.alert(observation) is not None:
             return False
@@ -193,6 +193,12 @@ def throttled(observation: Observation) -> bool:
     """Whether long prompts are refused now, by whomever."""
     snapshot = observation.report.snapshot if observation.report else None
     return snapshot is not None and snapshot.admission_max_prompt_tokens is not None
+
+
+def _drains(observation: Observation) -> bool:
+    """Whether somebody closed the engine, which lifting a limit would open."""
+    snapshot = observation.report.snapshot if observation.report else None
+    return snapshot is not None and snapshot.draining is True
 
 
 def _began(record: Remediation) -> float:

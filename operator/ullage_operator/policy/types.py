@@ -69,7 +69,7 @@ class Reason(StrEnum):
     DRAINED = "Drained"
     """An engine that is to leave has nothing in flight: it is removed."""
     SCALE_DOWN_CANCELLED = "ScaleDownCancelled"
-    """Risk rose, or the drain took too long: the engine that was to leave takes requests again."""
+    """Risk rose, the drain took too long or another engine went: the one that was to leave takes requests again."""
     EXHAUSTED = "LadderExhausted"
     """Risk is high, and no step is left that the engine can take."""
     HEALTHY = "Healthy"
