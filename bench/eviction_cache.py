@@ -22,7 +22,7 @@ from ullage_engine.evictor import Evictor
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
 from ullage_engine.policies import Queries, make, select
-from ullage_engine.policies.mass import Keys, Rule, attention
+from ullage_engine.policies.mass import Keys, Rule
 from ullage_engine.policies.reread import Rereading, readings
 from ullage_engine.policies.view import TensorView
 from ullage_engine.pool import BlockPool
@@ -301,6 +301,7 @@ class EvictionCache:
             observed=base.observed,
             rereading=rereading,
             inverse_frequencies=self._frequencies,
+            attend=self._store.operations.attention,
         )
 
     def _keep(self, rows: Rows, scores: torch.Tensor, keep: float) -> torch.Tensor:
@@ -322,7 +323,8 @@ class EvictionCache:
                 keys, _ = self._read(sequence, layer, length + vectors.shape[0])
                 there = torch.arange(keys.shape[1]).expand(keys.shape[:2])
                 known = Keys(keys, there, there < length + vectors.shape[0])
-                found.take(layer, attention(queries, known, None, "square", self._rule)[:, :rows])
+                scores = self._store.operations.attention(queries, known, None, "square", self._rule)
+                found.take(layer, scores[:, :rows])
 
             self._make_room(sequence, len(reading.tokens))
             self._watched(sequence, len(reading.tokens), watch)

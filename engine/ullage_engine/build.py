@@ -219,6 +219,8 @@ def _allocate(
         recorded=(config.max_sequences, context) if records else None,
     )
     activations += layout.workspace_bytes(max(context, paged_decode.GROUP_TOKENS)) + workspace_bytes(layout, context)
+    if isinstance(kernels, CpuKernels):
+        activations += kernels.scratch_bytes(context)
     blocks = sizing.block_count(
         layout,
         kv_memory=config.kv_memory,

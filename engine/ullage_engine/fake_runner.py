@@ -15,6 +15,7 @@ import torch
 
 from ullage_engine.decode_graphs import Flight
 from ullage_engine.device import CpuDevice, Device
+from ullage_engine.policies import mass
 from ullage_engine.scheduler import Chunk
 
 MODULUS = (1 << 61) - 1
@@ -138,6 +139,10 @@ class FakeRunner:
         """Zeros: numbers of tokens say nothing of what they are worth."""
         zeros = torch.zeros((cells.shape[0], cells.shape[1] * self._block_tokens, 1))
         return zeros, zeros
+
+    @property
+    def attention(self) -> mass.Attention:
+        return mass.attention
 
     def scrub(self, blocks: list[int], cells: list[int]) -> None:
         self._device.mark().wait()

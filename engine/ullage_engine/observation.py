@@ -25,6 +25,11 @@ class KeyStore(Protocol):
         """Keys and values, each [H, S * block_tokens, D] float32 on one device, of cell ids [H, S] in host memory."""
         ...
 
+    @property
+    def attention(self) -> mass.Attention:
+        """Computes attention to such keys."""
+        ...
+
 
 @dataclass(eq=False, slots=True)
 class QueryWatch:
@@ -78,7 +83,7 @@ class RereadWatch:
         known = Keys(keys, rows.positions[layer].to(device), rows.exists[layer].to(device))
         positions = torch.arange(first + skipped, first + queries.shape[0], device=device)
         asked = Queries(queries[skipped:].float(), positions)
-        found = mass.attention(asked, known, None, "square", rule)
+        found = self.store.attention(asked, known, None, "square", rule)
         self.scores.take(layer, found[:, : self.scores.scores.shape[-1]].to(self.scores.scores.device))
         self._taken[layer] = first + queries.shape[0]
 
@@ -115,7 +120,7 @@ class CacheView:
     def attention(self, layer: int, mode: Mode) -> torch.Tensor:
         vectors, queries, rule = self.keys(layer), self.observed.found[layer], self.observed.rules[layer]
         keys = Keys(vectors, self.positions[layer].to(vectors.device), self.exists[layer].to(vectors.device))
-        return mass.attention(queries, keys, None, mode, rule)
+        return self.store.attention(queries, keys, None, mode, rule)
 
     def reread(self, layer: int) -> torch.Tensor:
         if self.scores is None:

@@ -9,6 +9,7 @@ import torch
 from ullage_engine.attention import make_batch
 from ullage_engine.decode_graphs import DecodeGraphs, Flight
 from ullage_engine.device import tensor_on
+from ullage_engine.policies.mass import Attention
 from ullage_engine.scheduler import Chunk
 from ullage_engine.store import BlockStore
 
@@ -107,6 +108,11 @@ class ModelRunner:
         """Keys and values of cells by id [H, S]; see `observation.KeyStore`."""
         keys, values = self.store.read_cells(layer, cells.to(self._device)[None], torch.float32)
         return keys[0], values[0]
+
+    @property
+    def attention(self) -> Attention:
+        """See `observation.KeyStore`."""
+        return self.store.operations.attention
 
     def scrub(self, blocks: list[int], cells: list[int]) -> None:
         """Zero blocks and cells whose content may hold NaN, before others get them."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ullage_engine.observation import RereadWatch
+from ullage_engine.policies import mass
 from ullage_engine.policies.mass import Rule
 from ullage_engine.policies.reread import Rereading
 from ullage_engine.retention import Rows
@@ -26,6 +27,10 @@ class Store:
 
     def read_cells(self, layer: int, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys, self.keys
+
+    @property
+    def attention(self) -> mass.Attention:
+        return mass.attention
 
 
 @dataclass

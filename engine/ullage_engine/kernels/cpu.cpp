@@ -59,6 +59,20 @@ struct Reading {
   float scaling, softcap;
   int32_t cells, type, out_type, threads;
 };
+
+// Queries that are scored and the keys they look at, of one layer; strides in elements.
+struct Scoring {
+  const float *queries;  // [steps, heads, size], the last dimension contiguous
+  const int32_t *asked;  // [steps] their positions
+  const float *keys;     // [kv_heads, rows, size]
+  const int32_t *positions;  // [kv_heads, rows]
+  const uint8_t *exists;
+  const float *lse;  // [steps, heads]; 0: over these keys
+  float *out;        // [kv_heads, rows]
+  int64_t query_row, query_head, steps, heads, kv_heads, rows, size, window;  // 0: no window
+  float scaling, softcap;                                                     // 0: no softcap
+  int32_t mode, threads;
+};
 }
 
 namespace {
@@ -184,7 +198,7 @@ template <> struct Codes<FP32> : Values<F32> {
   static constexpr bool SCALED = false;
 };
 
-// exp for x <= 0: 2^n * e^f with |f| <= ln 2 / 2 and seven terms of the series; 0 below -87.
+// exp for x <= 0, after Cephes (Moshier's expf.c): 2^n * e^f with |f| <= ln 2 / 2, a polynomial of degree seven; 0 below -87.
 inline f32 exponential(f32 x) {
   i32 far = x < -87.0f;
   x = choose(far, f32{}, x);
@@ -463,6 +477,10 @@ template <Kind kind, int D> void decode(const Cells &c, const Reading &in) {
   }
 }
 
+// -- attention of many queries to keys -------------------------------------------------------------------------------
+
+#include "cpu_scores.h"
+
 // -- small operations of a layer -------------------------------------------------------------------------------------
 
 // y = x / rms(x) * weight; with `residual`: residual += x first, and its new value is what is normalised.
@@ -624,6 +642,13 @@ void ullage_decode(const Cells *c, const Reading *in) {
   else if (c->head_size == 128 && c->group == 128) DECODE(128)
   else DECODE(0)
 #undef DECODE
+}
+
+void ullage_scores(const Scoring *in) {
+  // as in decode
+  if (in->size == 64) scores<64>(*in);
+  else if (in->size == 128) scores<128>(*in);
+  else scores<0>(*in);
 }
 
 void ullage_rms_norm(const void *x, int64_t x_row, void *residual, const void *weight, float eps, void *y, int64_t rows,

@@ -22,12 +22,17 @@ from ullage_engine.kernels.view import LayerView
 
 if TYPE_CHECKING:
     from ullage_engine.layout import CacheLayout
+    from ullage_engine.policies.base import Mode, Queries
+    from ullage_engine.policies.mass import Keys, Rule
 
 LANES = 16
 """Sizes are multiples of this."""
 MAX_HEAD_SIZE = 1024
 KINDS = {"fp8": 0, "int8": 1, "bf16": 2, "fp32": 3}
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+MODES: dict[Mode, int] = {"square": 0, "sum": 1, "entropy": 2}
+SCRATCH = 192
+"""Bytes that scoring takes for a row in each thread: logits of a tile and what is found."""
 
 
 class Cells(ctypes.Structure):
@@ -55,10 +60,22 @@ class Reading(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Scoring(ctypes.Structure):
+    """Queries that are scored and the keys they look at, as `cpu.cpp` has it."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("queries", "asked", "keys", "positions", "exists", "lse", "out")),
+        ("query_row", c_int64), ("query_head", c_int64),
+        *((name, c_int64) for name in ("steps", "heads", "kv_heads", "rows", "size", "window")),
+        ("scaling", c_float), ("softcap", c_float), ("mode", c_int32), ("threads", c_int32),
+    ]  # fmt: skip
+
+
 SIGNATURES: dict[str, list[type]] = {
     "ullage_write": [c_void_p, c_void_p, c_int64, *[c_void_p, c_int64, c_int64] * 2, c_void_p, c_int32, c_int32],
     "ullage_read": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
     "ullage_decode": [c_void_p, c_void_p],
+    "ullage_scores": [c_void_p],
     "ullage_rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int32, c_int32],
     "ullage_silu_mul": [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32],
     "ullage_rotate": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_int32],
@@ -178,6 +195,36 @@ class CpuKernels:
             not blocks, TYPES[query.dtype], TYPES[out.dtype], torch.get_num_threads(),
         )  # fmt: skip
         self._library.ullage_decode(ctypes.addressof(cells), ctypes.addressof(reading))
+
+    # -- what policies rank by -----------------------------------------------------------------------------------
+
+    def attention(self, queries: Queries, keys: Keys, lse: torch.Tensor | None, mode: Mode, rule: Rule) -> torch.Tensor:
+        """`policies.mass.attention`, the same to the bit with any number of threads; positions fit into 32 bits."""
+        asked, vectors = rows_of(queries.vectors.float()), keys.vectors.float().contiguous()
+        (steps, heads, _), (kv_heads, rows, size) = asked.shape, vectors.shape
+        fits = asked.shape[2] == size and heads % kv_heads == 0
+        require(fits, f"queries must be of {size} numbers, of a multiple of {kv_heads} heads", asked)
+        at, positions = queries.positions.int().contiguous(), keys.positions.int().contiguous()
+        exists, lse = keys.exists.contiguous(), None if lse is None else lse.float().contiguous()
+        require(at.shape == (steps,), f"queries' positions must be {(steps,)}", at)
+        require(positions.shape == (kv_heads, rows), f"keys' positions must be {(kv_heads, rows)}", positions)
+        fits = exists.shape == (kv_heads, rows) and exists.dtype == torch.bool
+        require(fits, f"exists must be {(kv_heads, rows)} of bool", exists)
+        if lse is not None:
+            require(lse.shape == (steps, heads), f"lse must be {(steps, heads)}", lse)
+        out = torch.empty((kv_heads, rows))
+        scoring = Scoring(
+            asked.data_ptr(), at.data_ptr(), vectors.data_ptr(), positions.data_ptr(), exists.data_ptr(), _address(lse),
+            out.data_ptr(), asked.stride(0), asked.stride(1), steps, heads, kv_heads, rows, size, rule.window or 0,
+            rule.scaling, rule.softcap or 0.0, MODES[mode], torch.get_num_threads(),
+        )  # fmt: skip
+        self._library.ullage_scores(ctypes.addressof(scoring))
+        return out
+
+    @staticmethod
+    def scratch_bytes(rows: int) -> int:
+        """Bytes that `attention` takes on top of what it is given."""
+        return SCRATCH * rows * torch.get_num_threads()
 
     # -- around it -----------------------------------------------------------------------------------------------
 

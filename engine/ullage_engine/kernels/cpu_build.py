@@ -28,6 +28,7 @@ from ullage_engine.errors import KernelError
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+INCLUDED = Path(__file__).with_name("cpu_scores.h")
 PREBUILT = "ULLAGE_CPU_KERNELS"
 """Environment variable: path of a library made beforehand."""
 COMPILERS = ("c++", "g++", "clang++")
@@ -113,8 +114,12 @@ def build(target: Path, compiler: tuple[str, ...], march: str = "native") -> Non
 
 
 def source_hash() -> str:
-    """Of `cpu.cpp`: a library carries it, so that one of another version is not called."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    """Of the source: a library carries it, so that one of another version is not called."""
+    return hashlib.sha256(_source()).hexdigest()[:16]
+
+
+def _source() -> bytes:
+    return SOURCE.read_bytes() + INCLUDED.read_bytes()
 
 
 def _machine_flag(march: str) -> str:
@@ -126,7 +131,7 @@ def _key(compiler: tuple[str, ...]) -> str:
     """Hash of all that a library depends on; the compiler by its files, as asking its version costs a process."""
     stats = [Path(found).resolve().stat() for word in compiler if (found := shutil.which(word))]
     parts = (
-        SOURCE.read_bytes(),
+        _source(),
         repr(FLAGS).encode(),
         f"{compiler}|{[(stat.st_size, stat.st_mtime_ns) for stat in stats]}".encode(),
         _cpu(),

@@ -28,6 +28,7 @@ from ullage_engine.kernels import (
 )
 from ullage_engine.kernels.build import Operation
 from ullage_engine.kernels.view import LayerView
+from ullage_engine.policies import mass
 
 if TYPE_CHECKING:
     from ullage_engine.kernels.cpu import CpuKernels
@@ -56,6 +57,8 @@ class Kernels:
     paged_prefill: Callable[..., None]
     merge: Callable[..., None]
     key_scores: Callable[..., torch.Tensor]
+    attention: mass.Attention
+    """`key_scores` of float32 keys of any layout."""
     native: CpuKernels | None = None
     """The compiled CPU kernels, where these are in use."""
 
@@ -69,6 +72,7 @@ TORCH = Kernels(
     paged_prefill=paged_prefill.reference,
     merge=merge.reference,
     key_scores=key_scores.reference,
+    attention=mass.attention,
 )
 """Works everywhere."""
 TRITON = replace(
@@ -102,7 +106,13 @@ def choose(layout: CacheLayout, device: torch.device, wanted: Choice = None) -> 
 def _compiled(native: CpuKernels) -> Kernels:
     prefill = paged_prefill.reading_with(native.read)
     return replace(
-        TORCH, name="native", kv_write=native.write, paged_decode=native.decode, paged_prefill=prefill, native=native
+        TORCH,
+        name="native",
+        kv_write=native.write,
+        paged_decode=native.decode,
+        paged_prefill=prefill,
+        attention=native.attention,
+        native=native,
     )
 
 

@@ -6,8 +6,9 @@ that no more than `TILE` logits exist at a time whatever the context is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -38,6 +39,10 @@ class Keys:
     """[H, R]; a query sees keys that are not after it."""
     exists: torch.Tensor
     """[H, R] bool."""
+
+
+Attention: TypeAlias = Callable[[Queries, Keys, torch.Tensor | None, Mode, Rule], torch.Tensor]
+"""What computes `attention`: that function, or `kernels.cpu.CpuKernels.attention`."""
 
 
 def log_sum_exp(queries: Queries, keys: Keys, rule: Rule) -> torch.Tensor:

@@ -27,6 +27,7 @@ class TensorView:
     rereading: torch.Tensor | None = None
     """[L, H, R]."""
     inverse_frequencies: torch.Tensor | None = None
+    attend: mass.Attention = mass.attention
 
     def keys(self, layer: int) -> torch.Tensor:
         return self.all_keys[layer].float()
@@ -39,7 +40,7 @@ class TensorView:
 
     def attention(self, layer: int, mode: Mode) -> torch.Tensor:
         keys = Keys(self.keys(layer), self.positions[layer], self.exists[layer])
-        return mass.attention(self.observed[layer], keys, None, mode, self.rule)
+        return self.attend(self.observed[layer], keys, None, mode, self.rule)
 
     def reread(self, layer: int) -> torch.Tensor:
         if self.rereading is None:
