@@ -92,6 +92,8 @@ class BlockStore:
 
         The per-head form of `read`: each head has its own cells, of the class that serves `layer`.
         """
+        if self.kernels is not None:
+            return self.kernels.read_cells(self.views[layer], self.cell_offsets(cells), dtype)
         keys, values = self.views[layer].of_cells(self.cell_offsets(cells))
         return keys.values(dtype), values.values(dtype)
 

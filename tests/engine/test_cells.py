@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ullage_engine.cells import CellPool
 from ullage_engine.errors import PoolExhausted
+from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
@@ -66,9 +67,12 @@ def test_addresses_tile_the_store() -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "bf16", "fp32"])
 @pytest.mark.parametrize("size", [8, 16, 32])
-def test_per_head_reading_equals_dense_reading_of_the_same_cells(kind: str, size: int) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_per_head_reading_equals_dense_reading_of_the_same_cells(
+    cpu_kernels: CpuKernels, kind: str, size: int, native: bool
+) -> None:
     layout = CacheLayout(3, 2, 32, size, kind, layer_types={1: "bf16"})
-    store = BlockStore(layout, 5)
+    store = BlockStore(layout, 5, "cpu", None, cpu_kernels if native else "torch")
     generator = torch.Generator().manual_seed(0)
     slots = torch.arange(5 * size)
     for layer in range(3):
@@ -81,9 +85,10 @@ def test_per_head_reading_equals_dense_reading_of_the_same_cells(kind: str, size
             assert torch.equal(ours, wanted)
 
 
-def test_heads_may_keep_different_cells_of_any_place_of_their_class() -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_heads_may_keep_different_cells_of_any_place_of_their_class(cpu_kernels: CpuKernels, native: bool) -> None:
     layout = CacheLayout(2, 2, 16, 8, "fp8")
-    store = BlockStore(layout, 3)
+    store = BlockStore(layout, 3, "cpu", None, cpu_kernels if native else "torch")
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(2, 24, 2, 16, generator=generator)
     store.write(0, torch.arange(24), *rows)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ullage_engine.observation import RereadWatch
-from ullage_engine.policies import mass
-from ullage_engine.policies.mass import Rule
+from ullage_engine.observation import CacheView, QueryWatch, RereadWatch
+from ullage_engine.policies import Queries, mass
+from ullage_engine.policies.base import Mode
+from ullage_engine.policies.mass import Keys, Rule
 from ullage_engine.policies.reread import Rereading
 from ullage_engine.retention import Rows
 
@@ -25,12 +26,14 @@ class Store:
         default_factory=lambda: torch.randn(HEADS, END, SIZE, generator=torch.Generator().manual_seed(3))
     )
 
+    attend: mass.Attention = mass.attention
+
     def read_cells(self, layer: int, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys, self.keys
 
     @property
     def attention(self) -> mass.Attention:
-        return mass.attention
+        return self.attend
 
 
 @dataclass
@@ -73,3 +76,19 @@ def test_steps_do_not_matter(steps: list[tuple[int, int]]) -> None:
 
 def test_queries_of_the_instruction_do_not_count() -> None:
     assert not scores([(24, 3)]).any()
+
+
+def test_the_watch_and_the_view_compute_with_what_the_store_has() -> None:
+    asked: list[str] = []
+
+    def attention(queries: Queries, keys: Keys, lse: torch.Tensor | None, mode: Mode, rule: Rule) -> torch.Tensor:
+        asked.append(mode)
+        return mass.attention(queries, keys, lse, mode, rule)
+
+    store, reader = Store(attend=attention), Reader()
+    queries = torch.randn(16, 2 * HEADS, SIZE, generator=torch.Generator().manual_seed(4))
+    RereadWatch(store, Rereading(1, HEADS, CONTEXT), OBSERVED, reader).see(0, queries, 24, RULE)
+    watch = QueryWatch()
+    watch.see(0, queries, 24, RULE)
+    CacheView(reader.rows(16), END, store, watch, None, None).attention(0, "sum")
+    assert asked == ["square", "sum"]

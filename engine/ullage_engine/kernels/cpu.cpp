@@ -280,15 +280,17 @@ void write(const Cells &c, const int64_t *slots, int64_t tokens, const void *key
 
 // -- read ------------------------------------------------------------------------------------------------------------
 
+// `table` holds blocks [count, width], or bytes to cells [count, kv_heads, width].
 template <Kind kind, Type type>
-void read(const Cells &c, const int64_t *blocks, int64_t count, int64_t width, void *keys, void *values, int threads) {
+void read(const Cells &c, const int64_t *table, bool cells, int64_t count, int64_t width, void *keys, void *values,
+          int threads) {
   typedef typename Codes<kind>::element Code;
   typedef typename Values<type>::element Value;
   int64_t groups = c.head_size / c.group;
 #pragma omp parallel for num_threads(threads) if (count * width * c.kv_heads > 8)
   for (int64_t task = 0; task < count * c.kv_heads * width; task++) {
     int64_t n = task / (c.kv_heads * width), h = task / width % c.kv_heads, b = task % width;
-    const uint8_t *at = cell(c, blocks[n * width + b], h);
+    const uint8_t *at = cells ? c.data + table[task] : cell(c, table[n * width + b], h);
     for (int side = 0; side < 2; side++) {
       const Code *codes = (const Code *)(at + (side ? c.v_codes : c.k_codes));
       const float *scales = (const float *)(at + (side ? c.v_scales : c.k_scales));
@@ -630,9 +632,9 @@ void ullage_write(const Cells *c, const int64_t *slots, int64_t tokens, const vo
                                                   threads))))
 }
 
-void ullage_read(const Cells *c, const int64_t *blocks, int64_t count, int64_t width, void *keys, void *values, int32_t type,
-                 int32_t threads) {
-  WITH_TYPE(type, WITH_KIND(c->kind, (read<K, T>(*c, blocks, count, width, keys, values, threads))))
+void ullage_read(const Cells *c, const int64_t *table, int32_t cells, int64_t count, int64_t width, void *keys, void *values,
+                 int32_t type, int32_t threads) {
+  WITH_TYPE(type, WITH_KIND(c->kind, (read<K, T>(*c, table, cells, count, width, keys, values, threads))))
 }
 
 void ullage_decode(const Cells *c, const Reading *in) {

@@ -73,7 +73,7 @@ class Scoring(ctypes.Structure):
 
 SIGNATURES: dict[str, list[type]] = {
     "ullage_write": [c_void_p, c_void_p, c_int64, *[c_void_p, c_int64, c_int64] * 2, c_void_p, c_int32, c_int32],
-    "ullage_read": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
+    "ullage_read": [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int32, c_int32],
     "ullage_decode": [c_void_p, c_void_p],
     "ullage_scores": [c_void_p],
     "ullage_rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int32, c_int32],
@@ -145,13 +145,25 @@ class CpuKernels:
 
     def read(self, view: LayerView, blocks: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`BlockStore.read`: keys and values [N, kv_heads, B * block_tokens, head_size] of blocks [N, B]."""
+        return self._read(view, blocks, False, dtype)
+
+    def read_cells(
+        self, view: LayerView, offsets: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`read` of cells by their offsets [N, kv_heads, C], as `LayerView.of_cells` has them."""
+        require(offsets.shape[1] == view.kv_heads, f"offsets must be of {view.kv_heads} heads", offsets)
+        return self._read(view, offsets, True, dtype)
+
+    def _read(
+        self, view: LayerView, table: torch.Tensor, by_cell: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         cells = self._cells(view)
-        blocks = blocks.to(torch.int64).contiguous()
-        count, width = blocks.shape
+        table = table.to(torch.int64).contiguous()
+        count, width = table.shape[0], table.shape[-1]
         keys = torch.empty((count, cells.kv_heads, width * cells.block_tokens, cells.head_size), dtype=dtype)
         values = torch.empty_like(keys)
         self._library.ullage_read(
-            ctypes.addressof(cells), blocks.data_ptr(), count, width, keys.data_ptr(), values.data_ptr(),
+            ctypes.addressof(cells), table.data_ptr(), by_cell, count, width, keys.data_ptr(), values.data_ptr(),
             TYPES[dtype], torch.get_num_threads(),
         )  # fmt: skip
         return keys, values
