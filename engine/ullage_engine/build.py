@@ -220,7 +220,7 @@ def _allocate(
     )
     activations += layout.workspace_bytes(max(context, paged_decode.GROUP_TOKENS)) + workspace_bytes(layout, context)
     if isinstance(kernels, CpuKernels):
-        activations += kernels.scratch_bytes(context)
+        activations += kernels.scratch_bytes(context, layout.kv_heads)
     blocks = sizing.block_count(
         layout,
         kv_memory=config.kv_memory,

@@ -17,6 +17,7 @@ from ullage_engine.layout import CacheLayout
 from ullage_engine.policies import Queries, mass
 from ullage_engine.policies.base import Mode
 from ullage_engine.policies.mass import Keys, Rule
+from ullage_engine.runner import ModelRunner
 from ullage_engine.store import BlockStore
 
 MODES: tuple[Mode, ...] = ("square", "sum", "entropy")
@@ -193,7 +194,10 @@ def test_arguments_that_would_be_read_past_their_end_are_refused(cpu_kernels: Cp
         score(queries, keys, torch.zeros(4, 5))
 
 
-def test_a_store_scores_with_its_kernels(cpu_kernels: CpuKernels) -> None:
+def test_what_watches_a_rereading_is_scored_by_the_store_s_kernels(cpu_kernels: CpuKernels) -> None:
+    def computes(store: BlockStore) -> mass.Attention:
+        return ModelRunner(None, store, torch.device("cpu")).attention
+
     layout = CacheLayout(1, 2, 32)
-    assert BlockStore(layout, 1, "cpu", None, cpu_kernels).operations.attention == cpu_kernels.attention
-    assert BlockStore(layout, 1, "cpu", None, "torch").operations.attention is mass.attention
+    assert computes(BlockStore(layout, 1, "cpu", None, cpu_kernels)) == cpu_kernels.attention
+    assert computes(BlockStore(layout, 1, "cpu", None, "torch")) is mass.attention

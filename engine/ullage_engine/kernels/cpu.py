@@ -31,8 +31,8 @@ MAX_HEAD_SIZE = 1024
 KINDS = {"fp8": 0, "int8": 1, "bf16": 2, "fp32": 3}
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 MODES: dict[Mode, int] = {"square": 0, "sum": 1, "entropy": 2}
-SCRATCH = 192
-"""Bytes that scoring takes for a row in each thread: logits of a tile and what is found."""
+SCRATCH, SCRATCH_HEAD = 192, 64
+"""Bytes that scoring takes for a row: in each thread for a tile's logits and sums, for each KV head for its parts."""
 
 
 class Cells(ctypes.Structure):
@@ -234,9 +234,9 @@ class CpuKernels:
         return out
 
     @staticmethod
-    def scratch_bytes(rows: int) -> int:
+    def scratch_bytes(rows: int, kv_heads: int) -> int:
         """Bytes that `attention` takes on top of what it is given."""
-        return SCRATCH * rows * torch.get_num_threads()
+        return rows * (SCRATCH * torch.get_num_threads() + SCRATCH_HEAD * kv_heads)
 
     # -- around it -----------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ inline std::vector<Span> spans_of(const Scoring &in) {
   return spans;
 }
 
-// Queries `first` to `first + WIDE` of head h, (step, query head) in order, scaled, as [size][WIDE]; lanes without one see nothing.
+// Queries `first` to `first + WIDE` of head h, by (step, query head), scaled, as [size][WIDE]; lanes without one see nothing.
 inline Sight take_queries(const Scoring &in, int64_t h, int64_t first, float *to) {
   const int64_t group = in.heads / in.kv_heads, count = in.steps * group;
   Sight sight = {{}, {}, INT32_MAX, INT32_MIN, INT32_MIN, INT32_MAX};
