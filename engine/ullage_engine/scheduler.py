@@ -354,8 +354,8 @@ class Scheduler:
         return self._pool.match(sequence.tokens[:-1], sequence.request.tenant) if self._prefix_reuse else []
 
     def _count_reuse(self, sequence: Sequence) -> None:
-        """Before its first computation; finding one's own blocks again after a preemption is no reuse."""
-        if sequence.reuse_counted:
+        """Before its first computation; one's own blocks after a preemption, or another's read, are no reuse."""
+        if sequence.reuse_counted or sequence.reads is not None:
             return
         sequence.reuse_counted = True
         sequence.cached_tokens = sequence.computed

@@ -271,6 +271,17 @@ def test_what_a_reader_cannot_compute_costs_its_sequence_nothing_but_the_cut(mod
     assert outputs[-1].dropped_tokens == 0
 
 
+@pytest.mark.parametrize("policy", ["reconstruct", "window"])
+def test_reading_a_sequence_again_is_no_reuse_of_its_prefix(model: Any, policy: str) -> None:
+    engine = engine_of(model)
+    ask(engine, "a", PROMPT, 10, 100, policy)
+    until_cut(engine)
+    finish(engine)
+    counters = engine.snapshot(None, draining=False).counters
+    assert (counters.prefix_query_tokens, counters.prefix_hit_tokens) == (len(PROMPT), 0)
+    assert (counters.prompt_tokens, counters.generated_tokens) == (len(PROMPT), 10)
+
+
 @pytest.mark.parametrize("budget", [64, 100, 0.3, 1])
 @pytest.mark.parametrize("policy", ["recency", "window"])
 def test_outstanding_blocks_end_at_the_budget(model: Any, budget: float, policy: str) -> None:
