@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,8 +22,10 @@ from ullage_engine.eviction import Protection
 from ullage_engine.evictor import Evictor
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.layout import CacheLayout
+from ullage_engine.observation import amended
 from ullage_engine.policies import Queries, make, select
 from ullage_engine.policies.mass import Keys, Rule
+from ullage_engine.policies.refit import Sample
 from ullage_engine.policies.reread import Rereading, readings
 from ullage_engine.policies.view import TensorView
 from ullage_engine.pool import BlockPool
@@ -89,6 +92,8 @@ class Base:
     observed: list[Queries]
     rereading: torch.Tensor | None
     """[L, H, rows of its table]."""
+    sample: Sample
+    """Of the re-reading's queries."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -167,8 +172,11 @@ class EvictionCache:
         self.costs.prefill_s += time.perf_counter() - began
         self.costs.prefill_tokens += len(tokens)
         self.costs.contexts += 1
-        rereading = self._reread(sequence, tokens, instruction) if "reconstruct" in self.settings.policies else None
-        return Base(sequence, observed, rereading)
+        sample = Sample(len(tokens), self._layout.kv_heads)
+        rereading = None
+        if "reconstruct" in self.settings.policies:
+            rereading = self._reread(sequence, tokens, instruction, sample)
+        return Base(sequence, observed, rereading, sample)
 
     def asked(self, base: Base, prompt: Sequence[int]) -> Base:
         """A copy of a context that has read all of a question but its last token."""
@@ -176,7 +184,7 @@ class EvictionCache:
         observed = base.observed
         if len(prompt) > 1:
             observed = self._observe(sequence, len(prompt) - 1, observed)
-        return Base(sequence, observed, base.rereading)
+        return Base(sequence, observed, base.rereading, base.sample)
 
     def variants(self, base: Base) -> list[Variant]:
         """The full cache, and a cut copy for each policy and budget."""
@@ -187,8 +195,9 @@ class EvictionCache:
                 sequence = self._copy(base.sequence, base.sequence.tokens)
                 blocks = len(sequence.table)
                 began = time.perf_counter()
+                amend = partial(amended, self._runner, base.sample) if policy == "reconstruct" else None
                 evicted = self._evictor.cut(
-                    sequence, keep * sequence.computed, lambda rows, s=scores, k=keep: self._keep(rows, s, k)
+                    sequence, keep * sequence.computed, lambda rows, s=scores, k=keep: self._keep(rows, s, k), amend
                 )
                 self.costs.cut_s[policy] = self.costs.cut_s.get(policy, 0.0) + time.perf_counter() - began
                 self.costs.dropped[policy] = self.costs.dropped.get(policy, 0) + evicted.entries
@@ -308,7 +317,9 @@ class EvictionCache:
         entries = int(keep * int(rows.exists.sum())) - rows.protected
         return select(scores, rows.candidates, entries, self.settings.floor)
 
-    def _reread(self, sequence: LiveSequence, tokens: Sequence[int], instruction: Sequence[int]) -> torch.Tensor:
+    def _reread(
+        self, sequence: LiveSequence, tokens: Sequence[int], instruction: Sequence[int], sample: Sample
+    ) -> torch.Tensor:
         """What a second pass gave each row of the table, [L, H, rows]."""
         began = time.perf_counter()
         rows, length = len(sequence.table) * SIZE, sequence.computed
@@ -320,6 +331,7 @@ class EvictionCache:
 
             def watch(layer: int, vectors: torch.Tensor, at: torch.Tensor = at) -> None:
                 queries = Queries(vectors[at[0] - length :], at)
+                sample.take(layer, queries, self._rule)
                 keys, _ = self._read(sequence, layer, length + vectors.shape[0])
                 there = torch.arange(keys.shape[1]).expand(keys.shape[:2])
                 known = Keys(keys, there, there < length + vectors.shape[0])

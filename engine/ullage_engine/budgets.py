@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from ullage_engine.evictor import CellStore, Evictor, RowsLost
 from ullage_engine.layout import CacheLayout
-from ullage_engine.observation import CacheView, KeyStore, QueryWatch, RereadWatch
+from ullage_engine.observation import CacheView, KeyStore, QueryWatch, RereadWatch, amended
 from ullage_engine.policies import Needs, Policy, mass, select
 from ullage_engine.policies.recency import Recency
+from ullage_engine.policies.refit import VECTORS, Sample
 from ullage_engine.policies.reread import Rereading, readings
 from ullage_engine.request import GenerationRequest, KvBudget, SamplingParams, TokenOutput
 from ullage_engine.retention import Rows
@@ -56,9 +58,13 @@ class Retention:
 def workspace_bytes(layout: CacheLayout, context: int) -> int:
     """Bytes that cutting a sequence of `context` tokens takes: `PER_ENTRY` of each (layer, head, token), and logits.
 
-    Keys and values of one layer are in `CacheLayout.workspace_bytes`.
+    Besides them a sample of queries in all layers, and what fitting one head's values to it takes: its logits and
+    probabilities, and products of queries. Keys and values of one layer are in `CacheLayout.workspace_bytes`.
     """
-    return layout.blocks_for(context) * layout.block_tokens * layout.cells_per_block * PER_ENTRY + 12 * mass.TILE
+    rows = layout.blocks_for(context) * layout.block_tokens
+    scoring = rows * layout.cells_per_block * PER_ENTRY + 12 * mass.TILE
+    sampled = VECTORS * layout.cells_per_block * layout.head_size * 4
+    return scoring + sampled + 4 * VECTORS * (3 * rows + 2 * VECTORS) + 4 * rows * layout.kv_heads * layout.head_size
 
 
 class Store(CellStore, KeyStore, Protocol):
@@ -92,6 +98,7 @@ class _Reading:
     """Of its cell table at the beginning: another eviction meanwhile would make the scores another sequence's."""
     queries: QueryWatch
     scores: Rereading | None
+    sample: Sample
     reader: Sequence | None = None
 
 
@@ -163,7 +170,7 @@ class BudgetKeeper:
                 if self._reading is None:
                     self._begin(sequence, policy)
                 return
-            self._cut(sequence, policy, QueryWatch(), None)
+            self._cut(sequence, policy, QueryWatch(), None, None)
         sequence.settled_at = sequence.kept_tokens
 
     def _limit(self, sequence: Sequence) -> float | None:
@@ -173,7 +180,14 @@ class BudgetKeeper:
     def _budget(self, sequence: Sequence) -> KvBudget | None:
         return sequence.request.kv_budget or self._retention.budget
 
-    def _cut(self, sequence: Sequence, policy: Policy, observed: QueryWatch, scores: torch.Tensor | None) -> None:
+    def _cut(
+        self,
+        sequence: Sequence,
+        policy: Policy,
+        observed: QueryWatch,
+        scores: torch.Tensor | None,
+        sample: Sample | None,
+    ) -> None:
         limit = self._limit(sequence) or 0.0
 
         def keep(rows: Rows) -> torch.Tensor:
@@ -183,7 +197,8 @@ class BudgetKeeper:
             entries = int(limit * rows.exists[..., 0].numel()) - rows.protected
             return select(policy.score(view).cpu(), rows.candidates, entries, FLOOR)
 
-        evicted = self._evictor.cut(sequence, limit, keep)
+        amend = None if scores is None or sample is None else partial(amended, self._store, sample)
+        evicted = self._evictor.cut(sequence, limit, keep, amend)
         self.tally.blocks += evicted.blocks
         self.tally.entries[policy.name] = self.tally.entries.get(policy.name, 0) + evicted.entries
 
@@ -200,6 +215,7 @@ class BudgetKeeper:
             table_rows=None if sequence.cells is None else sequence.cells.rows,
             queries=QueryWatch(),
             scores=scores,
+            sample=Sample(sequence.computed, self._store.cell_grid[1]),
         )
         sequence.held = True
         self._next_pass(self._reading)
@@ -216,7 +232,7 @@ class BudgetKeeper:
         part = reading.passes.pop(0)
         watch: QueryWatch | RereadWatch = reading.queries
         if reading.scores is not None:
-            watch = RereadWatch(self._store, reading.scores, part.observed)
+            watch = RereadWatch(self._store, reading.scores, part.observed, reading.sample)
         reader = _reader(reading.sequence, part, watch)
         if isinstance(watch, RereadWatch):
             watch.reader = _Grid(reader, self._store.cell_grid)
@@ -237,7 +253,7 @@ class BudgetKeeper:
                 return
             self._stop(reading)
             scores = None if reading.scores is None else reading.scores.scores
-            self._cut(sequence, reading.policy, reading.queries, scores)
+            self._cut(sequence, reading.policy, reading.queries, scores, reading.sample)
             sequence.settled_at = sequence.kept_tokens
 
     def _stop(self, reading: _Reading) -> None:

@@ -16,6 +16,7 @@ import torch
 from ullage_engine.cell_table import CellTable, Survivors, padded_cells
 from ullage_engine.cells import CellPool
 from ullage_engine.eviction import Protection, cold_indices
+from ullage_engine.policies.refit import Part
 from ullage_engine.pool import BlockPool
 from ullage_engine.retention import Cut, Rows
 from ullage_engine.sequence import Sequence
@@ -39,6 +40,13 @@ class CellStore(Protocol):
         """
         ...
 
+    def write_values(self, layer: int, cells: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Store other values in row `rows[i]` of cell `cells[i]`, beside the keys that are there.
+
+        `cells`, `rows`: [n] int64 in host memory, cells of the class of `layer`; `values`: [n, D] float32.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
@@ -55,6 +63,8 @@ HeadCells = list[list[int]]
 """Cells of one layer by head."""
 Keep = Callable[[Rows], torch.Tensor]
 """Chooses which candidates stay: [L, H, R] bool."""
+Amend = Callable[[Rows, int, Part], torch.Tensor | None]
+"""Gives the values [H, R, D] that rows of a layer get, while all its rows are still there; None: the same."""
 
 
 class RowsLost(Exception):
@@ -86,10 +96,11 @@ class Evictor:
         """Whether a sequence has rows that may go to come to a budget of tokens."""
         return sequence.cells is not None or bool(self._cold(sequence, budget))
 
-    def cut(self, sequence: Sequence, budget: float, keep: Keep) -> Evicted:
+    def cut(self, sequence: Sequence, budget: float, keep: Keep, amend: Amend | None = None) -> Evicted:
         """Drop what `keep` does not choose of the rows that a budget of tokens does not protect.
 
-        Nothing is done where no block would be freed.
+        `amend` changes values of survivors that get cells of their own; others may be shared. Nothing is done where no
+        block would be freed.
         """
         cold = self._cold(sequence, budget)
         if not cold and sequence.cells is None:
@@ -100,8 +111,8 @@ class Evictor:
             return NOTHING_EVICTED
         available = self._pool.available
         if self._cells.needed_blocks(self._by_class(cut.survivors.counts, of_layer=_sum)) <= available:
-            self._at_once(sequence, rows, cut)
-        elif not self._piece_by_piece(sequence, rows, cut):
+            self._at_once(sequence, rows, cut, amend)
+        elif not self._piece_by_piece(sequence, rows, cut, amend):
             return NOTHING_EVICTED
         for moves in self._cells.mending():  # the old cells left holes
             self.mend(moves)
@@ -140,12 +151,15 @@ class Evictor:
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
-    def _at_once(self, sequence: Sequence, rows: Rows, cut: Cut) -> None:
+    def _at_once(self, sequence: Sequence, rows: Rows, cut: Cut, amend: Amend | None) -> None:
         """Fresh cells for all survivors, and only then the old ones back."""
         fresh = [self._allocate(counts, layer) for layer, counts in enumerate(cut.survivors.counts)]
         try:
             for layer, cells in enumerate(fresh):
+                values = amend(rows, layer, cut.part(layer)) if amend else None
                 self._gather(layer, rows, cut.survivors, cells)
+                if values is not None:
+                    self._write(layer, cut.survivors, cells, values)
         except BaseException:
             self._cells.release(_flat(fresh))
             raise
@@ -154,7 +168,7 @@ class Evictor:
         self._pool.release(sequence.drop_blocks(cut.blocks))
         self._cells.release(old)
 
-    def _piece_by_piece(self, sequence: Sequence, rows: Rows, cut: Cut) -> bool:
+    def _piece_by_piece(self, sequence: Sequence, rows: Rows, cut: Cut, amend: Amend | None) -> bool:
         """The blocks become cells of the sequence as they are, and each cell is released once its survivors are copied.
 
         Rows keep their order, so n cells of survivors empty at least n old ones: room for one cell a head is enough.
@@ -174,7 +188,10 @@ class Evictor:
         for layer, old in enumerate(cells):
             fresh: HeadCells = [[] for _ in old]
             try:
+                values = amend(rows, layer, cut.part(layer)) if amend else None
                 self._copy_in_pieces(layer, rows, cut.survivors, old, fresh)
+                if values is not None:
+                    self._write(layer, cut.survivors, fresh, values)
             except Exception as error:
                 mixed = [[*own, *more.values()] for own, more in zip(fresh, old, strict=True)]
                 rest = [[[*own.values()] for own in others] for others in cells[layer + 1 :]]
@@ -213,6 +230,15 @@ class Evictor:
         self._store.gather_cells(
             rows.cells[layer][head, picked // size], picked % size, table[head, at // size], at % size
         )
+
+    def _write(self, layer: int, survivors: Survivors, cells: HeadCells, values: torch.Tensor) -> None:
+        """Give one layer's survivors other values."""
+        size, picks = self._pool.block_tokens, survivors.picks[layer]
+        head, at = (picks >= 0).nonzero(as_tuple=True)
+        table, picked = padded_cells([cells])[0], picks[head, at]
+        device = values.device
+        chosen = values[head.to(device), picked.to(device)]
+        self._store.write_values(layer, table[head, at // size], at % size, chosen)
 
     # -- cells ---------------------------------------------------------------------------------------------------
 

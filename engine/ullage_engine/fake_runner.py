@@ -140,6 +140,9 @@ class FakeRunner:
         zeros = torch.zeros((cells.shape[0], cells.shape[1] * self._block_tokens, 1))
         return zeros, zeros
 
+    def write_values(self, layer: int, cells: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Nothing: a token's number is no vector that could be changed."""
+
     @property
     def attention(self) -> mass.Attention:
         return mass.attention

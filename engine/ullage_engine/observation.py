@@ -14,6 +14,7 @@ import torch
 from ullage_engine.policies import mass
 from ullage_engine.policies.base import Mode, Queries
 from ullage_engine.policies.mass import Keys, Rule
+from ullage_engine.policies.refit import Part, Sample, refit
 from ullage_engine.policies.reread import Rereading
 from ullage_engine.retention import Rows
 
@@ -66,6 +67,8 @@ class RereadWatch:
     """Over the context's rows, which come first among the reader's."""
     observed: int
     """Queries from this position on count."""
+    sample: Sample
+    """Some of the queries."""
     reader: Reader | None = None
     """Set by whoever makes the reader, before its first step."""
     _rows: Rows | None = None
@@ -82,10 +85,22 @@ class RereadWatch:
         keys, _ = self.store.read_cells(layer, rows.cells[layer])
         known = Keys(keys, rows.positions[layer].to(device), rows.exists[layer].to(device))
         positions = torch.arange(first + skipped, first + queries.shape[0], device=device)
-        asked = Queries(queries[skipped:].float(), positions)
+        asked = Queries(queries[skipped:], positions)
+        self.sample.take(layer, asked, rule)
         found = self.store.attention(asked, known, None, "square", rule)
         self.scores.take(layer, found[:, : self.scores.scores.shape[-1]].to(self.scores.scores.device))
         self._taken[layer] = first + queries.shape[0]
+
+
+def amended(store: KeyStore, sample: Sample, rows: Rows, layer: int, part: Part) -> torch.Tensor | None:
+    """Values [H, R, D] that survivors of a layer get (`refit`), while all its rows are there; None: nothing to do."""
+    if not part.free.any():
+        return None
+    queries, rule = sample.of(layer)
+    device = queries.vectors.device
+    keys, values = store.read_cells(layer, rows.cells[layer])
+    known = Keys(keys, rows.positions[layer].to(device), rows.exists[layer].to(device))
+    return refit(queries, known, values, Part(part.stays.to(device), part.free.to(device)), rule)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ullage_engine.cell_table import Survivors
+from ullage_engine.policies.refit import Part
 from ullage_engine.sequence import Sequence
 
 
@@ -82,6 +83,13 @@ class Cut:
     """Rows to gather from the sequence's cells and those blocks into a table of their own."""
     dropped: int
     """Entries that are gone."""
+    stays: torch.Tensor
+    """[L, H, R] bool: rows that are there afterwards, protected ones included."""
+    free: torch.Tensor
+    """[L, H, R] bool: of these the survivors, which get cells of their own."""
+
+    def part(self, layer: int) -> Part:
+        return Part(self.stays[layer], self.free[layer])
 
     @staticmethod
     def of(rows: Rows, keep: torch.Tensor, cold: list[int], block_tokens: int) -> Cut:
@@ -93,5 +101,7 @@ class Cut:
         leaving = torch.zeros(rows.cells.shape[-1], dtype=torch.bool)
         leaving[: rows.split] = True
         leaving[[rows.split + index for index in blocks]] = True
-        survivors = Survivors.of(keep & leaving.repeat_interleave(block_tokens), rows.positions, block_tokens)
-        return Cut(blocks, survivors, int(rows.candidates.sum() - keep.sum()))
+        free = keep & leaving.repeat_interleave(block_tokens)
+        survivors = Survivors.of(free, rows.positions, block_tokens)
+        stays = keep | (rows.exists & ~rows.candidates)
+        return Cut(blocks, survivors, int(rows.candidates.sum() - keep.sum()), stays, free)

@@ -104,6 +104,10 @@ class ModelRunner:
         """Copy rows of cells by id; see `evictor.CellStore`."""
         self.store.copy_rows(sources, source_rows, targets, target_rows)
 
+    def write_values(self, layer: int, cells: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """See `evictor.CellStore`."""
+        self.store.write_values(layer, cells, rows, values)
+
     def read_cells(self, layer: int, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of cells by id [H, S]; see `observation.KeyStore`."""
         keys, values = self.store.read_cells(layer, cells.to(self._device)[None], torch.float32)

@@ -16,6 +16,7 @@ from ullage_engine.kernels import dispatch
 from ullage_engine.kernels.cpu import CpuKernels
 from ullage_engine.kernels.view import LayerView, Section
 from ullage_engine.layout import CacheLayout
+from ullage_engine.quant import quantise
 
 
 class BlockStore:
@@ -138,6 +139,17 @@ class BlockStore:
             cells, rows, into, at = (moved[chosen] for moved in moves)
             layer = places[0] // self.layout.kv_heads
             self.gather_cells(layer, self.cell_offsets(cells), rows, self.cell_offsets(into), at)
+
+    def write_values(self, layer: int, cells: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Quantise and store values [n, D] in row `rows[i]` of cell `cells[i]`, [n] int64, of the class of `layer`."""
+        view, device = self.views[layer], self.data.device
+        codes, scales = quantise(values.to(device), view.kind, view.group)
+        start, at, flat = self.cell_offsets(cells.to(device)), rows.to(device), self.data.view(-1)
+        for section, data in ((view.v_codes, codes), (view.v_scales, scales)):
+            if data is not None:
+                row = data.contiguous().view(torch.uint8)
+                first = start + section + at * row.shape[-1]
+                flat[first[:, None] + torch.arange(row.shape[-1], device=device)] = row
 
     def zero_cells(self, cells: torch.Tensor) -> None:
         """Zero cells by id [n] int64."""

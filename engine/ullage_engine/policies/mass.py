@@ -73,6 +73,14 @@ def attention(queries: Queries, keys: Keys, lse: torch.Tensor | None, mode: Mode
     return found.mean(1)
 
 
+def visible_logits(queries: Queries, keys: Keys, head: int, rule: Rule) -> torch.Tensor:
+    """[G * W, R] float32 of one KV head and the query heads of its group; -inf where a query does not see a key."""
+    group = queries.vectors.shape[1] // keys.exists.shape[0]
+    some = queries.vectors[:, head * group : (head + 1) * group].float().transpose(0, 1)
+    logits = _capped((some * rule.scaling) @ keys.vectors[head].float().T, rule)
+    return logits.masked_fill_(~_seen(queries.positions, keys, rule)[head], float("-inf")).flatten(0, 1)
+
+
 def _tiles(queries: Queries, keys: Keys, rule: Rule) -> Iterator[tuple[slice, torch.Tensor]]:
     """Logits [H, G, some of W, R] float32, -inf where a query does not see a key, and which queries those are."""
     steps, query_heads, size = queries.vectors.shape
@@ -82,11 +90,17 @@ def _tiles(queries: Queries, keys: Keys, rule: Rule) -> Iterator[tuple[slice, to
     for first in range(0, steps, per_tile):
         at = slice(first, min(first + per_tile, steps))
         some = queries.vectors[at].float().transpose(0, 1).reshape(heads, -1, at.stop - at.start, size)
-        logits = (some * rule.scaling) @ transposed
-        if rule.softcap:
-            logits = rule.softcap * torch.tanh(logits / rule.softcap)
-        distance = queries.positions[at][None, :, None] - keys.positions.unsqueeze(1)  # [H, some of W, R]
-        seen = (distance >= 0) & keys.exists.unsqueeze(1)
-        if rule.window:
-            seen &= distance < rule.window
+        logits = _capped((some * rule.scaling) @ transposed, rule)
+        seen = _seen(queries.positions[at], keys, rule)
         yield at, logits.masked_fill_(~seen.unsqueeze(1), float("-inf"))
+
+
+def _capped(logits: torch.Tensor, rule: Rule) -> torch.Tensor:
+    return rule.softcap * torch.tanh(logits / rule.softcap) if rule.softcap else logits
+
+
+def _seen(positions: torch.Tensor, keys: Keys, rule: Rule) -> torch.Tensor:
+    """[H, W, R] bool."""
+    distance = positions[None, :, None] - keys.positions.unsqueeze(1)
+    seen = (distance >= 0) & keys.exists.unsqueeze(1)
+    return seen & (distance < rule.window) if rule.window else seen
