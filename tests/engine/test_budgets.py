@@ -227,6 +227,23 @@ def test_cut_preempted_computed_again_cut_again(model: Any, policy: str) -> None
     assert outputs[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize(("policy", "fitted"), [("reconstruct", True), ("window", False), ("recency", False)])
+def test_values_are_fitted_where_the_context_was_read_again(
+    model: Any, policy: str, fitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def values(amend: bool) -> list[torch.Tensor]:
+        if not amend:
+            monkeypatch.setattr("ullage_engine.budgets.amended", lambda *_: None)
+        engine = engine_of(model, kind="fp32")
+        ask(engine, "a", PROMPT, 20, 100, policy)
+        table = until_cut(engine).cells
+        store = engine._runner.store
+        return [torch.cat(store.read_cells(layer, table.padded(layer)[None], torch.float32)) for layer in range(2)]
+
+    changed = [(ours != plain).flatten(1).any(1) for ours, plain in zip(values(True), values(False), strict=True)]
+    assert [layer.tolist() for layer in changed] == [[False, fitted]] * 2, "keys, values"
+
+
 @pytest.mark.parametrize("steps", range(4, 14))
 def test_a_request_that_ends_while_it_is_read_leaves_nothing(model: Any, steps: int) -> None:
     engine = engine_of(model)

@@ -14,9 +14,11 @@ from ullage_engine.cells import CellPool
 from ullage_engine.eviction import Protection
 from ullage_engine.evictor import Evictor
 from ullage_engine.layout import CacheLayout
+from ullage_engine.policies.refit import Part
 from ullage_engine.pool import BlockPool
 from ullage_engine.prefix import PrefixIndex
 from ullage_engine.request import GenerationRequest, SamplingParams
+from ullage_engine.retention import Rows
 from ullage_engine.runner import ModelRunner
 from ullage_engine.scheduler import Chunk
 from ullage_engine.sequence import Sequence
@@ -121,6 +123,41 @@ def test_what_is_kept_is_kept_to_the_byte(layout: CacheLayout, spare: int) -> No
         assert scene.cells.spare_blocks() == 0
     kept = {position for _, _, position in before}
     assert kept >= {*range(8), *range(195, 203)}, "protected tokens are gone"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["fp8", "int8", "mixed", "fp32"])
+@pytest.mark.parametrize("spare", [3, 40])
+def test_values_are_amended_beside_the_same_keys(layout: CacheLayout, spare: int) -> None:
+    """Of survivors in cells only, in both ways of gathering, and while what they are made from is still there."""
+    scene = Scene(layout, tokens=203, spare=spare)
+    before = scene.snapshot()
+    whole = [scene.store.read(layer, torch.tensor([scene.sequence.table]), torch.float32) for layer in range(3)]
+
+    def amend(rows: Rows, layer: int, part: Part) -> torch.Tensor:
+        assert not (part.free & ~part.stays).any()
+        assert part.free.any()
+        present = scene.store.read_cells(layer, rows.cells[layer][None], torch.float32)
+        for ours, wanted in zip(present, whole[layer], strict=True):
+            assert torch.equal(ours[:, :, :203], wanted[:, :, :203])
+        return rows.positions[layer].float()[..., None].expand(-1, -1, WIDTH)
+
+    assert scene.evictor.cut(scene.sequence, BUDGET, random_keep(0.7, scene.generator), amend).blocks > 0
+    scene.check()
+    after, table = scene.snapshot(), scene.sequence.cells
+    assert table is not None
+    seen = set()
+    for layer in range(3):
+        _, values = scene.store.read_cells(layer, table.padded(layer)[None], torch.float32)
+        for head in range(HEADS):
+            count = int(table.rows[layer, head])
+            positions = table.positions[layer, head, :count]
+            wanted = positions.float()[:, None].expand(-1, WIDTH)
+            assert torch.allclose(values[0, head, :count], wanted, rtol=0.01)
+            seen |= {(layer, head, position) for position in positions.tolist()}
+    for row, stored in after.items():
+        keys = len(stored) // 2
+        assert stored[:keys] == before[row][:keys]
+        assert row in seen or stored == before[row]
 
 
 @pytest.mark.parametrize(("budget", "first", "last"), [(1e6, 16, 171), (128, 8, 187), (40, 8, 195), (0, 8, 202)])

@@ -11,6 +11,7 @@ from ullage_engine.observation import CacheView, QueryWatch, RereadWatch
 from ullage_engine.policies import Queries, mass
 from ullage_engine.policies.base import Mode
 from ullage_engine.policies.mass import Keys, Rule
+from ullage_engine.policies.refit import Sample
 from ullage_engine.policies.reread import Rereading
 from ullage_engine.retention import Rows
 
@@ -52,7 +53,7 @@ def scores(steps: list[tuple[int, int]]) -> torch.Tensor:
     """Of a re-reading in such steps (first query and how many); a step that begins earlier is one computed again."""
     queries = torch.randn(END, 2 * HEADS, SIZE, generator=torch.Generator().manual_seed(4))
     found, reader = Rereading(1, HEADS, CONTEXT), Reader()
-    watch = RereadWatch(Store(), found, OBSERVED, reader)
+    watch = RereadWatch(Store(), found, OBSERVED, Sample(CONTEXT, HEADS), reader)
     for first, count in steps:
         reader.computed = first
         watch.see(0, queries[first : first + count], first, RULE)
@@ -87,7 +88,7 @@ def test_the_watch_and_the_view_compute_with_what_the_store_has() -> None:
 
     store, reader = Store(attend=attention), Reader()
     queries = torch.randn(16, 2 * HEADS, SIZE, generator=torch.Generator().manual_seed(4))
-    RereadWatch(store, Rereading(1, HEADS, CONTEXT), OBSERVED, reader).see(0, queries, 24, RULE)
+    RereadWatch(store, Rereading(1, HEADS, CONTEXT), OBSERVED, Sample(CONTEXT, HEADS), reader).see(0, queries, 24, RULE)
     watch = QueryWatch()
     watch.see(0, queries, 24, RULE)
     CacheView(reader.rows(16), END, store, watch, None, None).attention(0, "sum")
