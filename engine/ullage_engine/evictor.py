@@ -2,7 +2,9 @@
 
 Survivors are copied into fresh cells, byte for byte but for values that somebody amends, then the table is switched,
 then the old blocks and cells are released; where the fresh cells do not fit beside the old blocks, piece by piece.
-Either way a cut that cannot be made leaves everything as it was. Non-goals: scores (`policies`), and who must give how much (`eviction`).
+Either way a cut that cannot be made leaves everything as it was.
+
+Non-goals: scores (`policies`), and who must give how much (`eviction`).
 """
 
 from __future__ import annotations
