@@ -78,7 +78,11 @@ def visible_logits(queries: Queries, keys: Keys, head: int, rule: Rule) -> torch
     group = queries.vectors.shape[1] // keys.exists.shape[0]
     some = queries.vectors[:, head * group : (head + 1) * group].float().transpose(0, 1)
     logits = _capped((some * rule.scaling) @ keys.vectors[head].float().T, rule)
-    return logits.masked_fill_(~_seen(queries.positions, keys, rule)[head], float("-inf")).flatten(0, 1)
+    own = slice(head, head + 1)
+    hidden = ~_seen(queries.positions, Keys(keys.vectors[own], keys.positions[own], keys.exists[own]), rule)
+    if hidden.any():  # seldom: who reads again comes after all rows
+        logits.masked_fill_(hidden, float("-inf"))
+    return logits.flatten(0, 1)
 
 
 def _tiles(queries: Queries, keys: Keys, rule: Rule) -> Iterator[tuple[slice, torch.Tensor]]:

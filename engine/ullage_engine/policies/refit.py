@@ -37,11 +37,10 @@ def refit(queries: Queries, keys: Keys, values: torch.Tensor, part: Part, rule: 
     """
     fitted = values.clone()
     for head in range(values.shape[0]):
-        logits = visible_logits(queries, keys, head, rule)
-        lost = _chances(logits) @ values[head]
-        chances = _chances(logits.masked_fill_(~part.stays[head], float("-inf")))
-        lost -= chances @ values[head]
-        weights = chances[:, part.free[head]]
+        logits, staying = visible_logits(queries, keys, head, rule), part.stays[head].nonzero()[:, 0]
+        chances = _chances(logits[:, staying])
+        lost = _chances(logits) @ values[head] - chances @ values[head, staying]
+        weights = chances[:, part.free[head, staying]]
         change = weights.T @ _solved(weights @ weights.T, lost)
         if bool(change.isfinite().all()):
             fitted[head, part.free[head]] += change
@@ -50,7 +49,9 @@ def refit(queries: Queries, keys: Keys, values: torch.Tensor, part: Part, rule: 
 
 def _chances(logits: torch.Tensor) -> torch.Tensor:
     """Their softmax; 0 for a query that sees nothing."""
-    return logits.softmax(-1).nan_to_num_(0.0)
+    chances = logits.softmax(-1)
+    chances[chances[:, :1].isnan().flatten()] = 0.0
+    return chances
 
 
 def _solved(gram: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
