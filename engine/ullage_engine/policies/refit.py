@@ -37,6 +37,8 @@ def refit(queries: Queries, keys: Keys, values: torch.Tensor, part: Part, rule: 
     """
     fitted = values.clone()
     for head in range(values.shape[0]):
+        if not part.free[head].any():
+            continue
         logits, staying = visible_logits(queries, keys, head, rule), part.stays[head].nonzero()[:, 0]
         chances = _chances(logits[:, staying])
         lost = _chances(logits) @ values[head] - chances @ values[head, staying]
