@@ -1,4 +1,4 @@
-"""kopf's side: watch events in, keepers woken. Nothing else in the operator knows kopf.
+"""kopf's side: watch events in, keepers woken. Only `watches`, which runs kopf, knows it too.
 
 Only `on.event` handlers: they leave no finalizers and no annotations on anybody's objects, and kopf delivers all
 existing objects through them at the start, so creating, changing and resuming look the same.
@@ -6,12 +6,11 @@ existing objects through them at the start, so creating, changing and resuming l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import kopf
 
-from ullage_operator.book import Book
 from ullage_operator.keepers import Keepers
 from ullage_operator.model import GROUP, VERSION
 from ullage_operator.office import Office
@@ -23,14 +22,19 @@ CHILDREN = (
     ("", "v1", "secrets"),
     ("networking.k8s.io", "v1", "networkpolicies"),
 )
+Tell = Callable[..., None]
+"""Takes a function and its arguments."""
 BUDGETS = "policy", "poddisruptionbudgets"
 """In whichever version the cluster serves."""
 LEADER_WORKER_SETS = "leaderworkerset.x-k8s.io", "v1", "leaderworkersets"
 """Where the cluster has them when the operator starts."""
 
 
-def register(registry: kopf.OperatorRegistry, keepers: Keepers, office: Office) -> None:
-    """Add all handlers to the registry."""
+def register(
+    registry: kopf.OperatorRegistry, keepers: Keepers, office: Office, *, tell: Tell, ending: Callable[[], None]
+) -> None:
+    """Add all handlers to the registry. They run in kopf's thread; `tell` has a function called where keepers live,
+    and `ending` hears that kopf stops."""
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
@@ -38,21 +42,23 @@ def register(registry: kopf.OperatorRegistry, keepers: Keepers, office: Office) 
 
     @kopf.on.cleanup(registry=registry)
     async def cleanup(**_: Any) -> None:
-        await keepers.close()  # else kopf waits seconds for tasks that it does not know
+        ending()
 
     @kopf.on.event(GROUP, VERSION, "inferenceservices", registry=registry)
     async def service_event(event: Mapping[str, Any], **_: Any) -> None:
-        keepers.service_seen(event["type"], dict(event["object"]))
+        tell(keepers.service_seen, event["type"], dict(event["object"]))
 
     several_pods = (LEADER_WORKER_SETS,) if office.features.leader_worker_set else ()
     for names in (*CHILDREN, BUDGETS, *several_pods):
-        kopf.on.event(*names, registry=registry, id=f"child-{names[-1]}", labels=LABELLED)(_child_handler(keepers))
+        kopf.on.event(*names, registry=registry, id=f"child-{names[-1]}", labels=LABELLED)(
+            _telling(tell, keepers.child_seen)
+        )
     for group, version, plural, book in (
         ("", "v1", "pods", office.pods),
         (GROUP, VERSION, "remediations", office.records),
     ):
         kopf.on.event(group, version, plural, registry=registry, id=f"book-{plural}", labels=LABELLED)(
-            _book_handler(book)
+            _telling(tell, book.observe)
         )
 
 
@@ -68,19 +74,12 @@ def settings() -> kopf.OperatorSettings:
     result.watching.server_timeout = 300  # whole seconds: the API server reads nothing else
     result.peering.standalone = True
     result.posting.enabled = False
-    result.process.ultimate_exiting_timeout = 30.0
+    result.process.ultimate_exiting_timeout = None  # else it kills the process when it cannot end
     return result
 
 
-def _child_handler(keepers: Keepers) -> Any:
-    async def child_event(event: Mapping[str, Any], **_: Any) -> None:
-        keepers.child_seen(event["type"], event["object"])
+def _telling(tell: Tell, receive: Callable[[str | None, Any], None]) -> Any:
+    async def handler(event: Mapping[str, Any], **_: Any) -> None:
+        tell(receive, event["type"], event["object"])
 
-    return child_event
-
-
-def _book_handler(book: Book[Any]) -> Any:
-    async def book_event(event: Mapping[str, Any], **_: Any) -> None:
-        book.observe(event["type"], event["object"])
-
-    return book_event
+    return handler

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
@@ -39,6 +40,7 @@ class Keepers:
         self._keepers: dict[ServiceKey, Keeper] = {}
         self._tasks: dict[ServiceKey, asyncio.Task[None]] = {}
         self._generations: dict[ServiceKey, tuple[str, int]] = {}
+        self._missed = asyncio.Event()
 
     def service_seen(self, event_type: str | None, obj: dict[str, Any]) -> None:
         """An InferenceService was listed, created, changed or deleted."""
@@ -74,6 +76,10 @@ class Keepers:
             return False
         return True
 
+    def look_again(self) -> None:
+        """Events were missed: the patrol looks at everything at once, not only when its time has come."""
+        self._missed.set()
+
     def tell(self, told: Told) -> bool:
         """Take an alert in and have its service looked at soon; False when no such service is kept."""
         kept = told.service in self._keepers
@@ -95,7 +101,11 @@ class Keepers:
         at everything else, for the first time at the first round, because the watches began after the first look."""
         looked = float("-inf")
         while True:
-            await asyncio.sleep(every_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._missed.wait(), every_s)
+            if self._missed.is_set():
+                self._missed.clear()
+                looked = float("-inf")
             try:
                 await self._look_at_features()
                 scopes: Sequence[str | None] = namespaces or [None]

@@ -18,7 +18,6 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 
 import aiohttp
-import kopf
 from prometheus_client import CollectorRegistry
 
 from ullage_operator.authority import Authority, Files
@@ -30,7 +29,6 @@ from ullage_operator.election import Elector
 from ullage_operator.endpoint import Endpoint, serving
 from ullage_operator.errors import ClusterError, SetupError
 from ullage_operator.gather import CONCURRENCY
-from ullage_operator.handlers import register, settings
 from ullage_operator.keepers import Keepers
 from ullage_operator.kube import Cluster
 from ullage_operator.logs import configure
@@ -39,11 +37,10 @@ from ullage_operator.office import Office
 from ullage_operator.pace import Pace
 from ullage_operator.server import serve
 from ullage_operator.settings import parse
+from ullage_operator.watches import Watches
 
 USAGE_STATUS = 2
 LOST_STATUS = 1
-WATCH_STOP_S = 5.0
-"""Seconds for the watches to end; nothing acts any more by then."""
 TLS_BUFFER_BYTES = 4 * 1024
 """Read buffer of one TLS connection: about a report's size, in place of asyncio's 256 KiB for each of thousands."""
 
@@ -94,7 +91,7 @@ class Run:
         self._arguments = arguments
         self._office = office
         self._keepers = Keepers(office)
-        self._watching = asyncio.Event()
+        self._watches = Watches(self._keepers, office, arguments.namespace)
         self._stop = asyncio.Event()
         self._facts: dict[str, str] = {}
         self._elector = Elector(
@@ -113,7 +110,7 @@ class Run:
                     arguments.http_host,
                     arguments.http_port,
                     registry=self._office.metrics.registry,
-                    ready=lambda: self._watching.is_set() or self._standing_by,
+                    ready=lambda: self._watches.ready.is_set() or self._standing_by,
                     healthy=lambda: self._keepers.healthy,
                 )
             )
@@ -155,7 +152,7 @@ class Run:
         finally:
             await self._keepers.close()
             self._stop.set()
-            await asyncio.wait({watch}, timeout=WATCH_STOP_S)  # kopf ends its watches in order
+            await asyncio.wait({watch})  # within a bound of its own
             for task in tasks | ends:
                 task.cancel()
             await asyncio.gather(*(tasks | ends), return_exceptions=True)
@@ -164,21 +161,11 @@ class Run:
         return LOST_STATUS if lost is not None and lost in done else 0
 
     async def _watch(self) -> None:
-        registry, options, namespaces = kopf.OperatorRegistry(), settings(), self._arguments.namespace
-        options.scanning.disabled = bool(namespaces)  # then no rights beyond those namespaces are needed
-        register(registry, self._keepers, self._office)
+        namespaces = self._arguments.namespace
         await self._keepers.look(namespaces)
         patrol = asyncio.create_task(self._keepers.patrol(namespaces), name="patrol")
         try:
-            await kopf.operator(
-                registry=registry,
-                settings=options,
-                standalone=True,
-                clusterwide=not namespaces,
-                namespaces=tuple(namespaces),
-                ready_flag=self._watching,
-                stop_flag=self._stop,
-            )
+            await self._watches.run(self._stop)
         finally:
             patrol.cancel()
             await asyncio.gather(patrol, return_exceptions=True)
@@ -203,7 +190,7 @@ class Run:
         endpoint = Endpoint(
             token=lambda: authority.token,
             tell=self._keepers.tell,
-            leading=lambda: self._watching.is_set(),
+            leading=lambda: self._watches.ready.is_set(),
             clock=time.time,
         )
         host, port = arguments.http_host, arguments.endpoint_port
@@ -217,7 +204,7 @@ class Run:
         self._facts["endpoint"] = "https://{}:{}".format(*address)
 
     async def _announce(self) -> None:
-        await self._watching.wait()
+        await self._watches.ready.wait()
         sys.stdout.write(f"ready: {json.dumps(self._facts)}\n")
         sys.stdout.flush()
 

@@ -39,7 +39,7 @@ class Metrics:
         self.decisions = counter("decisions", "Decisions by verdict and reason.", "verdict", "reason")
         self.actions = counter("actions", "Remediations that ended, by action and final phase.", "action", "outcome")
         self.bytes_freed = counter("freed_bytes", "KV cache memory freed by evictions.")
-        self.errors = counter("errors", "Rounds that failed, by kind: invalid, cluster or unexpected.", "kind")
+        self.errors = counter("errors", "Rounds that failed, by kind: invalid, cluster, watch or unexpected.", "kind")
         self.api_calls = counter(
             "api_calls", "Calls to the API server by method and status (0: no answer).", "method", "status"
         )

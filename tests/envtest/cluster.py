@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-WAIT_S = 60.0
+WAIT_S = 120.0
 """Bound on every wait: only a failing test comes near it."""
 POLL_S = 0.1
 

@@ -444,3 +444,31 @@ def test_an_api_server_killed_in_the_middle_of_everything(own_plane: ControlPlan
         (pod,) = node.pods.values()
         acted = metric(http_get(f"http://{pod.address}:9400/metrics"), EVICTED)
         assert acted == len(records(kubectl, "evict"))
+
+
+def test_watches_that_were_refused_begin_anew(own_plane: ControlPlane, tmp_path: Path) -> None:
+    """An API server that has just started says 404 to custom resources for a while, which ends kopf for good."""
+    kubectl = Kubectl(own_plane.kubeconfig, tmp_path / "cache")
+    scenario = {"pool": {"total": 100, "hot": 100, "peak": 0}}
+    options = [f"--kubeconfig={own_plane.kubeconfig}", "--http-host=127.0.0.1", "--http-port=0", "--sweep-seconds=0.2"]
+    with (
+        Program("ullage_operator.main", options, tmp_path / "operator.log") as running,
+        Kubelet(own_plane, "default", tmp_path / "node", engines=lambda n: scenario),
+    ):
+        kubectl.apply(service(replicas={"min": 1, "max": 1}, settleSeconds=3))
+        eventually("an answer", lambda: [r for r in records(kubectl, "evict") if r.get("status", {}).get("answeredAt")])
+        own_plane.kill_apiserver()
+        own_plane.forget("apiextensions.k8s.io/customresourcedefinitions", "remediations.ullage.dev")
+        own_plane.start_apiserver()
+
+        def failures() -> float:
+            text = http_get(f"{running.facts['http']}/metrics")
+            return metric(text, 'ullage_operator_errors_total{kind="watch"}')
+
+        eventually("the watches to end", failures)
+        definitions = crds(cel=own_plane.version() >= (1, 25))
+        establish(kubectl, [text for text in definitions.values() if "name: remediations." in text])
+        eventually("its end", lambda: phase(kubectl, "evict", "Succeeded"))
+        kubectl.run("delete", "service", "web")
+        eventually("the repair, by a watch that lives again", lambda: kubectl.get("service", "web"))
+        assert http_get(f"{running.facts['http']}/healthz") == "ok\n"

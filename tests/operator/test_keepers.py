@@ -75,6 +75,19 @@ async def test_a_patrol_finds_what_no_event_told_of(
     await asyncio.gather(patrol, return_exceptions=True)
 
 
+async def test_a_patrol_that_is_told_of_missed_events_looks_at_once(cluster: Any, keepers: Keepers) -> None:
+    patrol = asyncio.create_task(keepers.patrol(["prod"], every_s=3600.0))
+    for looks in (1, 2):
+        keepers.look_again()
+        async with asyncio.timeout(20):
+            while cluster.lists.count("Pod") < looks:  # noqa: ASYNC110  lists are counted, not signalled
+                await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    assert cluster.lists.count("Pod") == 2, "it is told once, it looks once"
+    patrol.cancel()
+    await asyncio.gather(patrol, return_exceptions=True)
+
+
 @pytest.mark.parametrize("failure", [ClusterError("HTTP 500", status=500), RuntimeError("a bug")])
 async def test_a_failed_round_is_tried_again(
     cluster: Any, keepers: Keepers, build: Any, failure: Exception, caplog: pytest.LogCaptureFixture
