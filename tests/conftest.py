@@ -13,6 +13,7 @@ import pytest
 from assets import AssetsMissing, find_or_build
 from cluster import Kubectl, establish
 from controlplane import ControlPlane
+from hypothesis import HealthCheck, settings
 from processes import Program
 
 from ullage_operator.crd import crds
@@ -20,6 +21,12 @@ from ullage_operator.crd import crds
 # Triton's first import decides for good whether its interpreter runs kernels, which machines without a GPU need.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A slow machine fails no test. The parent is Hypothesis' own profile, which under CI picks the same examples always.
+settings.register_profile(
+    "untimed", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("untimed")
 
 MANIFESTS = Path(__file__).resolve().parents[1] / "manifests"
 CEL_SINCE = (1, 25)

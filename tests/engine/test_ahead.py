@@ -48,7 +48,7 @@ class AheadMachine(EngineMachine):
 
 def test_any_order_of_operations_with_a_late_device(fake_engine: Callable[..., Any]) -> None:
     machine = type("Machine", (AheadMachine,), {"make": staticmethod(fake_engine)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=50))
 
 
 def test_long_random_scenes_with_a_late_device(fake_engine: Callable[..., Any]) -> None:

@@ -21,7 +21,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 async def test_against_a_model(taken: list[tuple[Any, ...]]) -> None:
     now, acts = 0.0, 0
     store: AnswerStore[int] = AnswerStore(lambda: now, keep_s=10, max_keys=3)

@@ -85,7 +85,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, kind: str, limit: float) -> b
     return torch.allclose(got.double().cpu(), wanted, rtol=ROUNDING[kind], atol=ROUNDING[kind] * limit)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     layout=layouts, rule=rules, repeat=st.sampled_from([1, 3, 8]), wants_lse=st.booleans(),
     lengths=st.lists(st.sampled_from(cases.LENGTHS[:-1]) | st.just(700), min_size=1, max_size=3),
@@ -115,7 +115,7 @@ def test_decode_equals_float64(
     assert lse[0 if not wants_lse else len(lengths) :].isnan().all()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     layout=layouts, rule=rules, repeat=st.sampled_from([1, 3, 8]), lengths=st.permutations([1, 17, 530]),
     counts=st.sampled_from([(1, 3, 5), (1, 17, 40)]), dropped=st.integers(0, 2), seed=st.integers(0, 99),
@@ -143,7 +143,7 @@ def test_chunks_equal_float64(
     assert out[-1].isnan().all()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     layout=layouts, rule=rules, repeat=st.sampled_from([1, 3]), count=st.integers(1, 2), seed=st.integers(0, 99),
     data=st.data(),
@@ -175,7 +175,7 @@ def test_cells_of_each_heads_own_equal_float64(
 
 
 @pytest.mark.parametrize("mode", ["square", "sum", "entropy"])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     layout=layouts, repeat=st.sampled_from([1, 3]), window=st.sampled_from([None, 20]),
     softcap=st.sampled_from([None, 15.0]), cells=st.booleans(), seed=st.integers(0, 99),

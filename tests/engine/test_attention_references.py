@@ -52,7 +52,7 @@ def poisoned(tokens: int, heads: int, size: int) -> tuple[torch.Tensor, torch.Te
     return torch.full((tokens, heads, size), torch.nan), torch.full((tokens, heads), torch.nan)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     layout=layouts, rule=rules, repeat=st.sampled_from([1, 3, 4]), wants_lse=st.booleans(),
     lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4), shared=st.integers(0, 2),
@@ -76,7 +76,7 @@ def test_decode_equals_float64(
     assert lse[0 if not wants_lse else len(lengths) :].isnan().all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     layout=layouts, rule=rules, repeat=st.sampled_from([1, 3]), wants_lse=st.booleans(),
     lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3), ratio=st.sampled_from([0.1, 0.5, 1.0]),
@@ -108,7 +108,7 @@ def test_prefill_equals_float64(
     assert out[sum(counts) :].isnan().all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     layout=layouts, rule=rules, repeat=st.sampled_from([1, 3]), data=st.data(), count=st.integers(1, 3),
     seed=st.integers(0, 99),
@@ -144,7 +144,7 @@ def test_cells_of_each_heads_own_equal_float64(
             assert close(lse[at[n] + i], logs, 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cut=st.integers(1, 99), sinks=st.booleans(), seed=st.integers(0, 99))
 def test_parts_merge_to_the_whole(cut: int, sinks: bool, seed: int) -> None:
     """Rows cut in two, the sink counted in the first part alone; a part that saw nothing may hold NaN."""
@@ -168,7 +168,7 @@ def test_parts_merge_to_the_whole(cut: int, sinks: bool, seed: int) -> None:
     assert lse[2].eq(-torch.inf).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     layout=layouts, rule=rules, repeat=st.sampled_from([1, 3]), mode=st.sampled_from(["square", "sum", "entropy"]),
     lengths=st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3), dropped=st.integers(0, 1),

@@ -170,5 +170,5 @@ class CellMachine(RuleBasedStateMachine):
         assert self.pool.free == self.pool.total
 
 
-CellMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+CellMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestCellMachine = CellMachine.TestCase

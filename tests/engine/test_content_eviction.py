@@ -189,7 +189,7 @@ def test_blocks_that_a_copy_still_reads_are_not_taken_apart() -> None:
     scene.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     layout=st.sampled_from(LAYOUTS),
     window=st.sampled_from([None, 30, 150]),

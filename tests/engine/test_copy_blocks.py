@@ -20,7 +20,7 @@ def pool(blocks: int, size: int, stride: int, seed: int) -> torch.Tensor:
     return data[:, :size]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     units=st.integers(1, 40) | st.just(20_000),
     padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),

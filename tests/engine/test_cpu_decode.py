@@ -16,7 +16,7 @@ from ullage_engine.kernels.tables import BlockTables
 from ullage_engine.layout import CacheLayout
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["fp8", "int8", "bf16", "fp32"]),
     shape=st.sampled_from([(64, None), (32, 16), (80, 80)]),

@@ -130,7 +130,7 @@ def decode(
     store.operations.paged_decode(store.views[layer], tables, query, out, None, scaling=scaling)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
     shape=st.sampled_from(SHAPES),

@@ -60,7 +60,7 @@ def agree(ours: torch.Tensor, torchs: torch.Tensor, steps: int) -> None:
     assert torch.allclose(ours, torchs, rtol=3e-5, atol=1e-6 * math.sqrt(steps)), (ours - torchs).abs().max()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     steps=st.integers(1, 70),
     heads=st.integers(1, 3),

@@ -210,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
 def test_any_order_of_operations(fake_engine: Any) -> None:
     """Hypothesis: few operations, but a failure is shrunk to the shortest scene."""
     machine = type("Machine", (EngineMachine,), {"make": staticmethod(fake_engine)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50))
 
 
 @pytest.mark.timeout(900)

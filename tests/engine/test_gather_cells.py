@@ -52,7 +52,7 @@ def moves(layout: CacheLayout, blocks: int, count: int, seed: int) -> tuple[int,
     return layer, [*rows(0, blocks // 2), *rows(blocks // 2, blocks)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(layout=cases.layouts(), count=st.sampled_from(cases.LENGTHS[:-1]) | st.just(0), seed=st.integers(0, 99))
 def test_the_kernel_moves_the_bytes_that_the_reference_moves(layout: CacheLayout, count: int, seed: int) -> None:
     ours = cases.filled(cases.poisoned(layout, 8))

@@ -44,7 +44,7 @@ def both(
     return ours.data.cpu(), wanted.data
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     layout=cases.layouts(),
     tokens=st.sampled_from(cases.LENGTHS[:-1]) | st.integers(0, 40),

@@ -64,7 +64,7 @@ def test_no_rows_are_no_trouble() -> None:
         assert values.shape == (0, 2, 8, 16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(TYPES),
     size=st.sampled_from(BLOCK_SIZES),

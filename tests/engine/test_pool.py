@@ -174,5 +174,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.active == 0
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestPoolMachine = PoolMachine.TestCase

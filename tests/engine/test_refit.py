@@ -40,7 +40,7 @@ def outputs(queries: Queries, keys: Keys, values: torch.Tensor, there: torch.Ten
     return logits.softmax(-1).nan_to_num(0.0) @ values[head]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(scene=scenes())
 def test_no_head_is_farther_from_what_it_put_out(scene: tuple[Queries, Keys, torch.Tensor, Part, Rule]) -> None:
     queries, keys, values, part, rule = scene

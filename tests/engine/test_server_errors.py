@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_engine.api.schema import NEUTRAL, ChatBody, CompletionBody, parse
@@ -259,7 +259,7 @@ fields = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *NEUTRAL}
 
 
 @given(st.dictionaries(st.sampled_from(fields), json_values, max_size=5), st.sampled_from([ChatBody, CompletionBody]))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=300)
 async def test_any_json_is_read_or_refused_in_shape(change: dict[str, Any], kind: type[Any]) -> None:
     """Whatever the values, parsing gives a body or an error that JSON can carry."""
     import json

@@ -139,7 +139,7 @@ def best_length(tokens: list[int]) -> int:
 
 
 @given(tokens=st.lists(st.integers(0, 2), max_size=60), cuts=st.lists(st.integers(1, 9), max_size=10))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_matches_are_real_and_the_longest_among_those_looked_at(tokens: list[int], cuts: list[int]) -> None:
     index, taken = SuffixIndex(), 0
     for cut in [*cuts, len(tokens)]:

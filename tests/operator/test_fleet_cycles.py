@@ -341,7 +341,7 @@ def test_an_api_that_fails_now_and_then_stops_nothing(failing: int) -> None:
     helpful=st.booleans(),
     outage=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_flapping_on_any_load_with_bounded_noise(
     base: list[float], noise: list[float], helpful: bool, outage: bool
 ) -> None:

@@ -175,7 +175,7 @@ def _reachable(start: str, end: str) -> bool:
 
 
 @given(steps=st.lists(STEP, max_size=25))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_history_keeps_the_laws_and_ends_every_record(build: Any, steps: list[Step]) -> None:
     world = World(build, build.now)
     for step in steps:
@@ -195,7 +195,7 @@ def test_any_history_keeps_the_laws_and_ends_every_record(build: Any, steps: lis
 
 
 @given(steps=st.lists(STEP, max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_restart_between_any_two_ticks_changes_nothing(build: Any, steps: list[Step]) -> None:
     """All that decisions depend on survives being written down and read back."""
     plain, restarted = World(build, build.now), World(build, build.now)
