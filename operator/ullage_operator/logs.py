@@ -47,3 +47,4 @@ def configure(level: str, style: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # a line for every event of every object
+        logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # warns of the thread that it is given

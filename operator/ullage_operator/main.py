@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -81,7 +82,11 @@ async def _operate(arguments: argparse.Namespace) -> int:
         )
         run = Run(arguments, office)
         await run.open(stack)
-        return await run.until_stopped()
+        status = await run.until_stopped()
+    if run.left:
+        logging.shutdown()
+        os._exit(status)  # a thread that did not end may hold a lock that the interpreter's own end waits for
+    return status
 
 
 class Run:
@@ -134,6 +139,11 @@ class Run:
         finally:
             self._office.metrics.leader.set(0)
             await self._elector.release()
+
+    @property
+    def left(self) -> bool:
+        """Whether kopf's thread was left to itself."""
+        return self._watches.left
 
     @property
     def _standing_by(self) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
@@ -23,8 +23,10 @@ from ullage_operator.handlers import register, settings
 from ullage_operator.keepers import Keepers
 from ullage_operator.office import Office
 
+CANCEL_S = 1.0
+"""Seconds for kopf to end when asked to; then it is cancelled, because it waits five for questions it has left open."""
 STOP_S = 5.0
-"""Seconds for kopf to end; then its thread is left to itself, and what it still says is not heard."""
+"""Seconds for kopf to end at all; then its thread is left to itself, and what it still says is not heard."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits before the watches are begun anew, by how many of them in a row ended by themselves."""
 STEADY_S = 60.0
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 class Pauses:
     """Seconds that are waited; see the constants."""
 
+    cancel_s: float = CANCEL_S
     stop_s: float = STOP_S
     backoff_s: Sequence[float] = BACKOFF_S
     steady_s: float = STEADY_S
@@ -60,6 +63,8 @@ class Watches:
         self._namespaces = namespaces
         self._operate = operate
         self._pauses = pauses or Pauses()
+        self.left = False
+        """Whether a thread was left to itself: the interpreter must not be taken down around it."""
         self.ready = asyncio.Event()
         """Set when kopf has begun to watch; stays set while it is begun anew, because guarding goes on."""
 
@@ -89,7 +94,7 @@ class Watches:
     async def _once(self, stopping: asyncio.Task[Any]) -> str:
         """One life of kopf; why it ended."""
         again = self.ready.is_set()
-        watch = _Watch(self._started_anew if again else self.ready.set)
+        watch = _Watch(self._started_anew if again else self.ready.set, self._pauses.cancel_s)
         threading.Thread(target=watch.main, args=(self._begin,), name="watches", daemon=True).start()
         ending = asyncio.create_task(watch.ending.wait())
         ended = asyncio.create_task(watch.ended.wait())
@@ -102,6 +107,7 @@ class Watches:
             ending.cancel()
             ended.cancel()
         if not watch.ended.is_set():
+            self.left = True
             return f"kopf did not stop within {self._pauses.stop_s:g} s"
         return watch.outcome
 
@@ -128,9 +134,10 @@ class Watches:
 class _Watch:
     """One life of kopf. All but `main` and `tell` belongs to the loop that made it."""
 
-    def __init__(self, started: Callable[[], None]) -> None:
+    def __init__(self, started: Callable[[], None], cancel_s: float) -> None:
         self._home = asyncio.get_running_loop()
         self._started = started
+        self._cancel_s = cancel_s
         self._closed = False
         self._stopped = False
         self._stop_there: Callable[[], object] | None = None
@@ -160,7 +167,7 @@ class _Watch:
         """kopf stops, for whatever reason; from its thread."""
         self.tell(self.ending.set)
 
-    def main(self, begin: Callable[[_Watch, asyncio.Event, asyncio.Event], Awaitable[None]]) -> None:
+    def main(self, begin: Callable[[_Watch, asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
         """The thread."""
         try:
             asyncio.run(self._operate(begin))
@@ -170,12 +177,20 @@ class _Watch:
             outcome = f"{type(error).__name__}: {error}"
         self.tell(self._end, outcome)
 
-    async def _operate(self, begin: Callable[[_Watch, asyncio.Event, asyncio.Event], Awaitable[None]]) -> None:
+    async def _operate(
+        self, begin: Callable[[_Watch, asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]
+    ) -> None:
         ready, stop, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
-        self.tell(self._connect, lambda: loop.call_soon_threadsafe(stop.set))
+        operating = asyncio.create_task(begin(self, ready, stop))
         announcing = asyncio.create_task(self._announce(ready))
+
+        def end() -> None:
+            stop.set()
+            loop.call_later(self._cancel_s, operating.cancel)
+
+        self.tell(self._connect, lambda: loop.call_soon_threadsafe(end))
         try:
-            await begin(self, ready, stop)
+            await operating
         finally:
             announcing.cancel()
 

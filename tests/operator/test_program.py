@@ -22,6 +22,21 @@ from ullage_operator.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
+HUNG = """
+import asyncio, sys
+from ullage_operator import watches
+async def hung(*, ready_flag, **_):
+    ready_flag.set()
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+watches.Watches.__init__.__kwdefaults__["operate"] = hung
+from ullage_operator.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 def run(*arguments: str, code: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     start = ["-c", code] if code else ["-m", "ullage_operator.main"]
@@ -81,12 +96,13 @@ def test_a_port_in_use(operator_kubeconfig: Path) -> None:
 
 
 @pytest.mark.envtest
-def test_a_user_id_without_a_name(operator_kubeconfig: Path, kubectl: Kubectl) -> None:
-    """As in a pod with an arbitrary UID: no passwd entry, no USER."""
+@pytest.mark.parametrize("code", [UNKNOWN_USER, HUNG], ids=["unknown user", "hung watches"])
+def test_odd_environments(operator_kubeconfig: Path, kubectl: Kubectl, code: str) -> None:
+    """As in a pod with an arbitrary UID, no passwd entry and no USER; and with watches that do not hear of the end."""
     kept = {k: v for k, v in os.environ.items() if k not in ("USER", "LOGNAME", "LNAME", "USERNAME")}
     options = [f"--kubeconfig={operator_kubeconfig}", "--http-port=0", f"--namespace={kubectl.namespace}"]
     process: Any = subprocess.Popen(
-        [sys.executable, "-c", UNKNOWN_USER, *options],
+        [sys.executable, "-c", code, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

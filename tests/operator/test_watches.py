@@ -17,7 +17,7 @@ from ullage_operator.desired import Features
 from ullage_operator.metrics import Metrics
 from ullage_operator.watches import Pauses, Watches
 
-PAUSES = Pauses(stop_s=0.2, backoff_s=(0.01,), steady_s=60.0)
+PAUSES = Pauses(cancel_s=0.1, stop_s=0.2, backoff_s=(0.01,), steady_s=60.0)
 
 
 class Kept:
@@ -197,6 +197,22 @@ async def test_a_stop_before_kopf_s_loop_has_begun(monkeypatch: pytest.MonkeyPat
     assert kopf.begun == 1
 
 
+async def test_a_watch_that_waits_for_something_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(kopf: Kopf) -> None:
+        kopf.ready.set()
+        await asyncio.sleep(3600)
+
+    kopf, kept, office, stop = Kopf(monkeypatch, slow), Kept(), Office(), asyncio.Event()
+    pauses = Pauses(cancel_s=0.1, stop_s=60.0)
+    watches = Watches(kept, office, (), operate=kopf.operator, pauses=pauses)  # type: ignore[arg-type]
+    task = asyncio.create_task(watches.run(stop))
+    await until(watches.ready.is_set)
+    stop.set()
+    async with asyncio.timeout(30):
+        await task
+    assert not watches.left
+
+
 async def test_a_hung_watch_does_not_hold_up_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def deaf(kopf: Kopf) -> None:
         kopf.ready.set()
@@ -205,6 +221,7 @@ async def test_a_hung_watch_does_not_hold_up_a_stop(monkeypatch: pytest.MonkeyPa
     kopf, kept, office = Kopf(monkeypatch, deaf), Kept(), Office()
     async with watching(kopf, kept, office) as (watches, _):
         await until(watches.ready.is_set)
+    assert watches.left
 
 
 async def test_it_waits_longer_after_failures_in_a_row(
