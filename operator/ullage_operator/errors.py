@@ -1,19 +1,18 @@
 """Errors of the operator.
 
-    OperatorError
-    ├── ManifestError         a manifest that cannot be used; one line naming object, field, value and remedy
-    ├── IllegalTransition     a remediation was asked to enter a phase that its present phase does not lead to
-    ├── AgentError            a call to an agent that gave no result
-    │   ├── AgentUnreachable  no trustworthy answer: the call may or may not have been carried out
-    │   └── AgentRefused      the agent answered and said no; nothing was done. Carries `status`
-    ├── CertificateError      a certificate or key that cannot be read
-    ├── SetupError            the operator cannot start; one line with the remedy
-    └── ClusterError          the Kubernetes API refused or did not answer. Carries `status` where it answered
-        └── Blocked           a service's children cannot be made until somebody changes something
-            ├── NameTaken     an object of a child's name exists and belongs to someone else
-            └── NotServed     a kind that the spec needs is not installed in the cluster
-
-Only `handlers` turns these into kopf's TemporaryError and PermanentError.
+OperatorError
+├── ManifestError         a manifest that cannot be used; one line naming object, field, value and remedy
+├── IllegalTransition     a remediation was asked to enter a phase that its present phase does not lead to
+├── AgentError            a call to an agent that gave no result
+│   ├── AgentUnreachable  no trustworthy answer: the call may or may not have been carried out
+│   └── AgentRefused      the agent answered and said no; nothing was done. Carries `status`
+├── CertificateError      a certificate or key that cannot be read
+├── SetupError            the operator cannot start; one line with the remedy
+├── WatchesLost           the process can watch no longer, only another one can
+└── ClusterError          the Kubernetes API refused or did not answer. Carries `status` where it answered
+    └── Blocked           a service's children cannot be made until somebody changes something
+        ├── NameTaken     an object of a child's name exists and belongs to someone else
+        └── NotServed     a kind that the spec needs is not installed in the cluster
 """
 
 from __future__ import annotations
@@ -78,3 +77,7 @@ class NameTaken(Blocked):
 
 class SetupError(OperatorError):
     """The operator cannot start. `str()` is one line: what, which value, remedy."""
+
+
+class WatchesLost(OperatorError):
+    """The process can watch no longer: too much of what should have ended still runs in it."""

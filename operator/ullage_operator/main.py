@@ -1,6 +1,6 @@
 """`ullage-operator`: start, lead, stop.
 
-Exit status: 0 after a stop that was asked for, 1 when the lead is lost, 2 for a bad setting.
+Exit status: 0 after a stop that was asked for, 1 when the lead or the watches are lost, 2 for a bad setting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ullage_operator.desired import Images
 from ullage_operator.discovery import discover
 from ullage_operator.election import Elector
 from ullage_operator.endpoint import Endpoint, serving
-from ullage_operator.errors import ClusterError, SetupError
+from ullage_operator.errors import ClusterError, SetupError, WatchesLost
 from ullage_operator.gather import CONCURRENCY
 from ullage_operator.keepers import Keepers
 from ullage_operator.kube import Cluster
@@ -82,7 +82,11 @@ async def _operate(arguments: argparse.Namespace) -> int:
         )
         run = Run(arguments, office)
         await run.open(stack)
-        status = await run.until_stopped()
+        try:
+            status = await run.until_stopped()
+        except WatchesLost as error:
+            logging.getLogger(__name__).critical("%s", error)
+            status = LOST_STATUS
     if run.left:
         logging.shutdown()
         os._exit(status)  # a thread that did not end may hold a lock that the interpreter's own end waits for
@@ -141,8 +145,8 @@ class Run:
             await self._elector.release()
 
     @property
-    def left(self) -> bool:
-        """Whether kopf's thread was left to itself."""
+    def left(self) -> int:
+        """Threads of kopf that were left to themselves."""
         return self._watches.left
 
     @property

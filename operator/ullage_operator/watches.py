@@ -19,6 +19,7 @@ from typing import Any
 
 import kopf
 
+from ullage_operator.errors import WatchesLost
 from ullage_operator.handlers import register, settings
 from ullage_operator.keepers import Keepers
 from ullage_operator.office import Office
@@ -29,6 +30,8 @@ STOP_S = 5.0
 """Seconds for kopf to end at all; then its thread is left to itself, and what it still says is not heard."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits before the watches are begun anew, by how many of them in a row ended by themselves."""
+MAX_LEFT = 8
+"""Threads left to themselves at once: each keeps what it had in memory."""
 STEADY_S = 60.0
 """Watches that lasted as long as this count as having worked."""
 
@@ -63,13 +66,21 @@ class Watches:
         self._namespaces = namespaces
         self._operate = operate
         self._pauses = pauses or Pauses()
-        self.left = False
-        """Whether a thread was left to itself: the interpreter must not be taken down around it."""
+        self._left: list[threading.Thread] = []
         self.ready = asyncio.Event()
         """Set when kopf has begun to watch; stays set while it is begun anew, because guarding goes on."""
 
+    @property
+    def left(self) -> int:
+        """Threads that were left to themselves and still run: the interpreter must not be taken down around them."""
+        return sum(thread.is_alive() for thread in self._left)
+
     async def run(self, stop: asyncio.Event) -> None:
-        """Watch until `stop` is set; ends within a bound then, and for nothing else."""
+        """Watch until `stop` is set; ends within a bound then.
+
+        Raises:
+            WatchesLost: kopf did not end `MAX_LEFT` times.
+        """
         stopping = asyncio.create_task(stop.wait(), name="stop watches")
         try:
             await self._watch(stopping)
@@ -95,7 +106,8 @@ class Watches:
         """One life of kopf; why it ended."""
         again = self.ready.is_set()
         watch = _Watch(self._started_anew if again else self.ready.set, self._pauses.cancel_s)
-        threading.Thread(target=watch.main, args=(self._begin,), name="watches", daemon=True).start()
+        thread = threading.Thread(target=watch.main, args=(self._begin,), name="watches", daemon=True)
+        thread.start()
         ending = asyncio.create_task(watch.ending.wait())
         ended = asyncio.create_task(watch.ended.wait())
         try:
@@ -107,7 +119,11 @@ class Watches:
             ending.cancel()
             ended.cancel()
         if not watch.ended.is_set():
-            self.left = True
+            self._left.append(thread)
+            if self.left >= MAX_LEFT and not stopping.done():
+                raise WatchesLost(
+                    f"{self.left} watches that ended by themselves did not stop; a new process begins anew"
+                )
             return f"kopf did not stop within {self._pauses.stop_s:g} s"
         return watch.outcome
 

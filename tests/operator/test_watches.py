@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from ullage_operator import watches as module
 from ullage_operator.desired import Features
+from ullage_operator.errors import WatchesLost
 from ullage_operator.metrics import Metrics
 from ullage_operator.watches import Pauses, Watches
 
@@ -171,6 +172,16 @@ async def test_what_a_hung_watch_says_later_is_not_heard(monkeypatch: pytest.Mon
         await until(lambda: "life 2" in kept.seen)
         await asyncio.sleep(1.5)
         assert kept.seen == ["life 2"]
+
+
+async def test_watches_that_hang_again_and_again_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LEFT", 2)
+    kopf, kept, office = Kopf(monkeypatch, hanging), Kept(), Office()
+    watches = Watches(kept, office, (), operate=kopf.operator, pauses=PAUSES)  # type: ignore[arg-type]
+    async with asyncio.timeout(30):
+        with pytest.raises(WatchesLost, match="2 watches"):
+            await watches.run(asyncio.Event())
+    await until(lambda: watches.left == 0)  # they end at last
 
 
 async def test_a_stop_between_two_lives(monkeypatch: pytest.MonkeyPatch) -> None:
