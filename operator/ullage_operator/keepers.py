@@ -103,16 +103,17 @@ class Keepers:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._missed.wait(), every_s)
-            if self._missed.is_set():
-                self._missed.clear()
-                looked = float("-inf")
+            missed = self._missed.is_set()
+            self._missed.clear()
             try:
                 await self._look_at_features()
                 scopes: Sequence[str | None] = namespaces or [None]
                 for namespace in scopes:
                     await self._list_services(namespace)
-                if time.monotonic() - looked >= resync_s:
-                    looked = time.monotonic() if await self._resync(namespaces) else looked
+                if missed or time.monotonic() - looked >= resync_s:
+                    # what was missed may go on being missed until the watches have begun: the next round looks again
+                    done = await self._resync(namespaces)
+                    looked = float("-inf") if missed else time.monotonic() if done else looked
             except Exception:  # one broken round must not end the patrol
                 self._office.metrics.errors.labels(kind="unexpected").inc()
                 log.exception("unexpected failure of the patrol; trying again")

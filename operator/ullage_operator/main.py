@@ -176,7 +176,8 @@ class Run:
 
     async def _watch(self) -> None:
         namespaces = self._arguments.namespace
-        await self._keepers.look(namespaces)
+        if not await self._or_stop(self._keepers.look(namespaces)):
+            return
         patrol = asyncio.create_task(self._keepers.patrol(namespaces), name="patrol")
         try:
             await self._watches.run(self._stop)
@@ -222,7 +223,7 @@ class Run:
         sys.stdout.write(f"ready: {json.dumps(self._facts)}\n")
         sys.stdout.flush()
 
-    async def _or_stop(self, turn: Coroutine[object, object, None]) -> bool:
+    async def _or_stop(self, turn: Coroutine[object, object, object]) -> bool:
         """Wait for a turn; False when told to stop before."""
         task = asyncio.create_task(turn)
         stop = asyncio.create_task(self._stop.wait())

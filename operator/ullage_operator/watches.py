@@ -30,6 +30,10 @@ STOP_S = 5.0
 """Seconds for kopf to end at all; then its thread is left to itself, and what it still says is not heard."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits before the watches are begun anew, by how many of them in a row ended by themselves."""
+ROOTS = frozenset(
+    {"stop-flag checker", "multidimensional multitasker", "resource observer", "namespace observer", "daemon killer"}
+)
+"""Names of tasks whose end is kopf's end."""
 MAX_LEFT = 8
 """Threads left to themselves at once: each keeps what it had in memory."""
 STEADY_S = 60.0
@@ -81,6 +85,8 @@ class Watches:
         Raises:
             WatchesLost: kopf did not end `MAX_LEFT` times.
         """
+        if stop.is_set():
+            return
         stopping = asyncio.create_task(stop.wait(), name="stop watches")
         try:
             await self._watch(stopping)
@@ -88,10 +94,11 @@ class Watches:
             stopping.cancel()
 
     async def _watch(self, stopping: asyncio.Task[Any]) -> None:
-        failures = 0
+        failures, begun = 0, False
         while True:
             began = time.monotonic()
-            ended = await self._once(stopping)
+            ended = await self._once(stopping, again=begun)
+            begun = True
             if stopping.done():
                 return
             failures = 1 if time.monotonic() - began >= self._pauses.steady_s else failures + 1
@@ -102,9 +109,8 @@ class Watches:
             if stopping.done():
                 return
 
-    async def _once(self, stopping: asyncio.Task[Any]) -> str:
+    async def _once(self, stopping: asyncio.Task[Any], *, again: bool) -> str:
         """One life of kopf; why it ended."""
-        again = self.ready.is_set()
         watch = _Watch(self._started_anew if again else self.ready.set, self._pauses.cancel_s)
         thread = threading.Thread(target=watch.main, args=(self._begin,), name="watches", daemon=True)
         thread.start()
@@ -115,6 +121,7 @@ class Watches:
             watch.stop()
             await asyncio.wait({ended}, timeout=self._pauses.stop_s)
         finally:
+            watch.stop()  # also where this was cancelled
             watch.close()
             ending.cancel()
             ended.cancel()
@@ -129,6 +136,7 @@ class Watches:
 
     def _started_anew(self) -> None:
         log.warning("the watches began anew; looking at everything, for what happened meanwhile")
+        self.ready.set()
         self._keepers.look_again()
 
     async def _begin(self, watch: _Watch, ready: asyncio.Event, stop: asyncio.Event) -> None:
@@ -185,13 +193,14 @@ class _Watch:
 
     def main(self, begin: Callable[[_Watch, asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]) -> None:
         """The thread."""
+        outcome = "kopf stopped"
         try:
             asyncio.run(self._operate(begin))
-            outcome = "kopf stopped"
-        except (Exception, asyncio.CancelledError) as error:
+        except BaseException as error:
             log.debug("kopf ended", exc_info=True)
             outcome = f"{type(error).__name__}: {error}"
-        self.tell(self._end, outcome)
+        finally:
+            self.tell(self._end, outcome)
 
     async def _operate(
         self, begin: Callable[[_Watch, asyncio.Event, asyncio.Event], Coroutine[Any, Any, None]]
@@ -199,6 +208,7 @@ class _Watch:
         ready, stop, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
         operating = asyncio.create_task(begin(self, ready, stop))
         announcing = asyncio.create_task(self._announce(ready))
+        noticing = asyncio.create_task(self._notice(ready))
 
         def end() -> None:
             stop.set()
@@ -209,10 +219,19 @@ class _Watch:
             await operating
         finally:
             announcing.cancel()
+            noticing.cancel()
 
     async def _announce(self, ready: asyncio.Event) -> None:
         await ready.wait()
         self.tell(self._started)
+
+    async def _notice(self, ready: asyncio.Event) -> None:
+        """kopf ends with the first of its tasks; what it does then may hang before it says so."""
+        await ready.wait()
+        tasks = [task for task in asyncio.all_tasks() if task.get_name() in ROOTS]
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.begin_to_end()
 
     def _connect(self, stop_there: Callable[[], object]) -> None:
         self._stop_there = stop_there
