@@ -3,6 +3,7 @@
 A cut is due once a sequence is computed, and then whenever it has outgrown its budget by `interval` tokens. Policies
 that rank by queries get a reader (`observation`): an ordinary running sequence to the scheduler, whose chunks share
 steps with everybody's, one at a time in the whole engine; the sequence that is read waits for it and no other does.
+Where values are fitted, that is spread over steps as well, some layers after each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import Protocol
 
 import torch
 
-from ullage_engine.evictor import CellStore, Evictor, RowsLost
+from ullage_engine.evictor import (
+    NOTHING_EVICTED,
+    Amend,
+    Begun,
+    CellStore,
+    Evicted,
+    Evictor,
+    Keep,
+    Plan,
+    RowsLost,
+)
 from ullage_engine.layout import CacheLayout
 from ullage_engine.observation import CacheView, KeyStore, QueryWatch, RereadWatch, amended
 from ullage_engine.policies import Needs, Policy, mass, select
@@ -33,6 +44,8 @@ OBSERVED = 32
 """Last queries of a sequence that policies get to see, at least."""
 REREAD_CHUNK = 512
 """Tokens of a context that one pass of a re-reading repeats."""
+FITTED_ROWS = 4096
+"""Rows of heads that are fitted after one step, at least those of one layer: everybody waits for them."""
 PER_ENTRY = 48
 """Bytes: position and flags, scores of a re-reading and of a policy, and what sorting these takes."""
 FLOOR = 4
@@ -87,6 +100,17 @@ class _Pass:
 
 
 @dataclass(eq=False, slots=True)
+class _Cutting:
+    """A cut that has begun. Its fresh cells are those of a reader that computes nothing, only holds blocks in place."""
+
+    plan: Plan
+    taken: int
+    """Blocks that were split for the fresh cells."""
+    layers: int = 0
+    """Layers that are filled."""
+
+
+@dataclass(eq=False, slots=True)
 class _Reading:
     """A sequence that is being read."""
 
@@ -100,6 +124,15 @@ class _Reading:
     scores: Rereading | None
     sample: Sample
     reader: Sequence | None = None
+    cutting: _Cutting | None = None
+
+    @property
+    def found(self) -> torch.Tensor | None:
+        return None if self.scores is None else self.scores.scores
+
+    def amend(self, store: KeyStore) -> Amend | None:
+        """Fits values where the context was read again."""
+        return None if self.scores is None else partial(amended, store, self.sample)
 
 
 @dataclass(slots=True)
@@ -121,6 +154,11 @@ class BudgetKeeper:
         self._retention = retention
         self._reading: _Reading | None = None
         self.tally = BudgetTally()
+
+    @property
+    def cutting(self) -> bool:
+        """Whether the next `keep` goes on with a cut."""
+        return self._reading is not None and self._reading.cutting is not None
 
     def keep(self) -> list[Sequence]:
         """Do what is due between two steps; returns sequences whose content was lost in it.
@@ -170,7 +208,7 @@ class BudgetKeeper:
                 if self._reading is None:
                     self._begin(sequence, policy)
                 return
-            self._cut(sequence, policy, QueryWatch(), None, None)
+            self._book(policy, self._evictor.cut(sequence, limit, self._keeping(sequence, policy, QueryWatch(), None)))
         sequence.settled_at = sequence.kept_tokens
 
     def _limit(self, sequence: Sequence) -> float | None:
@@ -180,14 +218,8 @@ class BudgetKeeper:
     def _budget(self, sequence: Sequence) -> KvBudget | None:
         return sequence.request.kv_budget or self._retention.budget
 
-    def _cut(
-        self,
-        sequence: Sequence,
-        policy: Policy,
-        observed: QueryWatch,
-        scores: torch.Tensor | None,
-        sample: Sample | None,
-    ) -> None:
+    def _keeping(self, sequence: Sequence, policy: Policy, observed: QueryWatch, scores: torch.Tensor | None) -> Keep:
+        """Chooses what a policy wants to keep within the budget."""
         limit = self._limit(sequence) or 0.0
 
         def keep(rows: Rows) -> torch.Tensor:
@@ -197,8 +229,12 @@ class BudgetKeeper:
             entries = int(limit * rows.exists[..., 0].numel()) - rows.protected
             return select(policy.score(view).cpu(), rows.candidates, entries, FLOOR)
 
-        amend = None if scores is None or sample is None else partial(amended, self._store, sample)
-        evicted = self._evictor.cut(sequence, limit, keep, amend)
+        return keep
+
+    def _keeping_of(self, reading: _Reading) -> Keep:
+        return self._keeping(reading.sequence, reading.policy, reading.queries, reading.found)
+
+    def _book(self, policy: Policy, evicted: Evicted) -> None:
         self.tally.blocks += evicted.blocks
         self.tally.entries[policy.name] = self.tally.entries.get(policy.name, 0) + evicted.entries
 
@@ -240,21 +276,63 @@ class BudgetKeeper:
         reading.reader = reader
 
     def _go_on(self, reading: _Reading) -> None:
-        """Wait for the reader, begin the next pass, or cut."""
+        """Wait for the reader, begin the next pass, or go on cutting."""
         reader, sequence = reading.reader, reading.sequence
         rows = None if sequence.cells is None else sequence.cells.rows
-        if not sequence.held or reader not in self._scheduler.running or rows is not reading.table_rows:
+        there = reader in self._scheduler.running
+        if not sequence.held or rows is not reading.table_rows or not (there or reading.cutting):
             self._stop(reading)
             sequence.settled_at = sequence.kept_tokens
+        elif reading.cutting is not None:
+            self._fill(reading, reading.cutting) if there else self._cut(reading)
         elif reader is not None and reader.computed == len(reader.tokens):
             self._scheduler.finish(reader)
             if reading.passes:
                 self._next_pass(reading)
-                return
-            self._stop(reading)
-            scores = None if reading.scores is None else reading.scores.scores
-            self._cut(sequence, reading.policy, reading.queries, scores, reading.sample)
-            sequence.settled_at = sequence.kept_tokens
+            else:
+                self._begin_cut(reading)
+
+    def _begin_cut(self, reading: _Reading) -> None:
+        """Take cells for the survivors; what holds them meanwhile keeps others from the sequence's blocks, too."""
+        if reading.scores is None:  # nothing is fitted, and copying is quick
+            self._cut(reading)
+            return
+        sequence = reading.sequence
+        plan = self._evictor.plan(sequence, self._limit(sequence) or 0.0, self._keeping_of(reading))
+        if plan is None:
+            self._end(reading, NOTHING_EVICTED)
+        elif (begun := self._evictor.begin(plan)) is None:
+            self._end(reading, self._evictor.carry_out(sequence, plan, reading.amend(self._store)))
+        else:
+            reading.cutting = _Cutting(plan, begun.taken)
+            reading.reader = _reader(sequence, _whole_blocks(sequence), QueryWatch())
+            reading.reader.coming = begun.fresh
+            self._scheduler.read(reading.reader)
+
+    def _fill(self, reading: _Reading, cutting: _Cutting) -> None:
+        """Some layers more; after the last one the sequence gets its cells."""
+        sequence, plan, reader = reading.sequence, cutting.plan, reading.reader
+        if reader is None or reader.coming is None:
+            raise RuntimeError(f"{sequence.request_id}: a cut that has begun lost its cells")
+        first, layers = cutting.layers, self._store.cell_grid[0]
+        cutting.layers = min(layers, first + max(1, FITTED_ROWS // plan.rows.exists.shape[-1]))
+        amend = reading.amend(self._store)
+        self._evictor.fill(sequence, plan, range(first, cutting.layers), reader.coming, amend)
+        if cutting.layers == layers:
+            begun, reader.coming = Begun(reader.coming, cutting.taken), None
+            self._scheduler.finish(reader)
+            self._end(reading, self._evictor.switch(sequence, plan, begun))
+
+    def _cut(self, reading: _Reading) -> None:
+        """All at once."""
+        sequence = reading.sequence
+        limit, keep = self._limit(sequence) or 0.0, self._keeping_of(reading)
+        self._end(reading, self._evictor.cut(sequence, limit, keep, reading.amend(self._store)))
+
+    def _end(self, reading: _Reading, evicted: Evicted) -> None:
+        self._stop(reading)
+        self._book(reading.policy, evicted)
+        reading.sequence.settled_at = reading.sequence.kept_tokens
 
     def _stop(self, reading: _Reading) -> None:
         if reading.reader in self._scheduler.running:
@@ -282,6 +360,14 @@ def _last_tokens(sequence: Sequence) -> _Pass:
     while first > 0 and sequence.kept - first * size < OBSERVED and starts[first - 1] + size == starts[first]:
         first -= 1
     return _Pass(sequence.tokens[: sequence.computed], first, first * size, starts[first], 0)
+
+
+def _whole_blocks(sequence: Sequence) -> _Pass:
+    """Nothing to compute, over all blocks that are full."""
+    full = sequence.kept // sequence.block_tokens
+    rows = full * sequence.block_tokens
+    end = rows + sequence.dropped
+    return _Pass(sequence.tokens[:end], full, rows, end, end)
 
 
 def _reader(parent: Sequence, part: _Pass, watch: QueryWatch | RereadWatch) -> Sequence:

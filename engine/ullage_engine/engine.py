@@ -90,6 +90,11 @@ class Engine:
         return self.scheduler.idle
 
     @property
+    def cutting(self) -> bool:
+        """Whether a sequence is being cut, so that there is something to do even if nobody has tokens to compute."""
+        return self.reclaimer.budgets.cutting
+
+    @property
     def parked(self) -> int:
         """Forks that wait for their parent's prompt."""
         return len(self._live.parked())
@@ -175,7 +180,7 @@ class Engine:
 
     def _watch(self, chunks: list[Chunk]) -> None:
         """End the head of the queue when nothing at all has moved for `STALL_PASSES` passes."""
-        moving = self._tiers is not None and self._tiers.busy
+        moving = self.cutting or (self._tiers is not None and self._tiers.busy)
         self._stalled = 0 if chunks or self.idle or moving else self._stalled + 1
         if self._stalled >= STALL_PASSES:
             head = next(self.scheduler.live())
@@ -243,7 +248,8 @@ class Engine:
         self.pool.check_integrity([*tables, cells.blocks])
         if self._tiers is not None:
             self._tiers.check_integrity(live)
-        cells.check_integrity(s.cells.held for s in live if s.cells is not None and s.reads is None)
+        own = [s.cells.held for s in live if s.cells is not None and s.reads is None]
+        cells.check_integrity([*own, *(s.coming.held for s in live if s.coming is not None)])
         if self._speculator is not None:
             self._speculator.check_integrity()
 

@@ -138,7 +138,9 @@ def plan_eviction(
     """
     live = list(sequences)
     candidates = [_free_of_copies(sequence, pool, protection) for sequence in live]
-    split, dense = cells.usage().blocks, sum(map(len, candidates))
+    coming = [cell for sequence in live if sequence.coming is not None for cell in sequence.coming.held]
+    split = cells.spare_blocks(cells.count(coming))  # of these nothing can be given
+    dense = sum(map(len, candidates))
     idle = min(wanted, pool.cached)
     spare = min(wanted - idle, cells.spare_blocks())
     taken = _in_turn([len(indices) for indices in candidates], wanted - idle - spare)

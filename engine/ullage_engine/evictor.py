@@ -2,7 +2,8 @@
 
 Survivors are copied into fresh cells, byte for byte but for values that somebody amends, then the table is switched,
 then the old blocks and cells are released; where the fresh cells do not fit beside the old blocks, piece by piece.
-Either way a cut that cannot be made leaves everything as it was.
+Either way a cut that cannot be made leaves everything as it was. Filling fresh cells may be spread over many steps
+(`begin`, `fill`, `switch`); nobody sees them before the switch.
 
 Non-goals: scores (`policies`), and who must give how much (`eviction`).
 """
@@ -69,6 +70,26 @@ Amend = Callable[[Rows, int, Part], torch.Tensor | None]
 """Gives the values [H, R, D] that rows of a layer get, while all its rows are still there; None: the same."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """What a cut does. It holds as long as the sequence's table and the rows of its cells stay the same."""
+
+    rows: Rows
+    cut: Cut
+    cold: list[int]
+    """Blocks whose rows are candidates, as indices into the sequence's table."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Begun:
+    """Cells that a cut is to fill."""
+
+    fresh: CellTable
+    """With all its rows, which are there once it is filled."""
+    taken: int
+    """Blocks that were split for it."""
+
+
 class RowsLost(Exception):
     """An eviction failed in the middle of a sequence, which can't go on."""
 
@@ -104,21 +125,63 @@ class Evictor:
         `amend` changes values of survivors that get cells of their own; others may be shared. Nothing is done where no
         block would be freed.
         """
+        plan = self.plan(sequence, budget, keep)
+        return NOTHING_EVICTED if plan is None else self.carry_out(sequence, plan, amend)
+
+    def plan(self, sequence: Sequence, budget: float, keep: Keep) -> Plan | None:
+        """What `cut` would do; None: nothing."""
         cold = self._cold(sequence, budget)
         if not cold and sequence.cells is None:
-            return NOTHING_EVICTED
-        rows = Rows.of(sequence, cold, *self._store.cell_grid)
+            return None
+        rows = self._rows(sequence, cold)
         cut = Cut.of(rows, keep(rows), cold, sequence.block_tokens)
-        if self._gain(sequence, cut) <= self._cells.spare_blocks():  # which cost nothing
-            return NOTHING_EVICTED
+        worth = self._gain(sequence, cut) > self._cells.spare_blocks()  # which cost nothing
+        return Plan(rows, cut, cold) if worth else None
+
+    def carry_out(self, sequence: Sequence, plan: Plan, amend: Amend | None = None) -> Evicted:
+        """Do all of a plan at once."""
         available = self._pool.available
-        if self._cells.needed_blocks(self._by_class(cut.survivors.counts, of_layer=_sum)) <= available:
-            self._at_once(sequence, rows, cut, amend)
-        elif not self._piece_by_piece(sequence, rows, cut, amend):
-            return NOTHING_EVICTED
+        begun = self.begin(plan)
+        if begun is None:
+            if not self._piece_by_piece(sequence, plan.rows, plan.cut, amend):
+                return NOTHING_EVICTED
+            self._mend_holes()
+            return Evicted(self._pool.available - available, plan.cut.dropped)
+        try:
+            self._fill(range(len(begun.fresh.cells)), plan.rows, plan.cut, begun.fresh, amend)
+        except BaseException:
+            self._cells.release(begun.fresh.held)
+            raise
+        return self.switch(sequence, plan, begun)
+
+    def begin(self, plan: Plan) -> Begun | None:
+        """Fresh cells for all survivors, the caller's to give back; None: they do not fit beside the old blocks."""
+        counts, available = plan.cut.survivors.counts, self._pool.available
+        if self._cells.needed_blocks(self._by_class(counts, of_layer=_sum)) > available:
+            return None
+        fresh = plan.cut.survivors.table([self._allocate(own, layer) for layer, own in enumerate(counts)])
+        return Begun(fresh, available - self._pool.available)
+
+    def fill(self, sequence: Sequence, plan: Plan, layers: range, fresh: CellTable, amend: Amend | None = None) -> None:
+        """Copy some layers' survivors into their fresh cells; both these and the old ones may have moved meanwhile."""
+        self._fill(layers, self._rows(sequence, plan.cold), plan.cut, fresh, amend)
+
+    def switch(self, sequence: Sequence, plan: Plan, begun: Begun) -> Evicted:
+        """Give a sequence its fresh cells, which are filled, in place of what it has now."""
+        available = self._pool.available
+        old = [] if sequence.cells is None else sequence.cells.held
+        sequence.cells = begun.fresh if begun.fresh.entries else None
+        self._pool.release(sequence.drop_blocks(plan.cut.blocks))
+        self._cells.release(old)
+        self._mend_holes()
+        return Evicted(self._pool.available - available - begun.taken, plan.cut.dropped)
+
+    def _mend_holes(self) -> None:
         for moves in self._cells.mending():  # the old cells left holes
             self.mend(moves)
-        return Evicted(self._pool.available - available, cut.dropped)
+
+    def _rows(self, sequence: Sequence, cold: list[int]) -> Rows:
+        return Rows.of(sequence, cold, *self._store.cell_grid)
 
     def _cold(self, sequence: Sequence, budget: float) -> list[int]:
         return cold_indices(sequence, self._pool, self._protection.within(budget))
@@ -149,26 +212,18 @@ class Evictor:
         for sequence in self._live():
             if sequence.cells is not None:
                 sequence.cells = sequence.cells.moved(moves)
+            if sequence.coming is not None:
+                sequence.coming = sequence.coming.moved(moves)
         return self._cells.move(moves)
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
-    def _at_once(self, sequence: Sequence, rows: Rows, cut: Cut, amend: Amend | None) -> None:
-        """Fresh cells for all survivors, and only then the old ones back."""
-        fresh = [self._allocate(counts, layer) for layer, counts in enumerate(cut.survivors.counts)]
-        try:
-            for layer, cells in enumerate(fresh):
-                values = amend(rows, layer, cut.part(layer)) if amend else None
-                self._gather(layer, rows, cut.survivors, cells)
-                if values is not None:
-                    self._write(layer, cut.survivors, cells, values)
-        except BaseException:
-            self._cells.release(_flat(fresh))
-            raise
-        old = [] if sequence.cells is None else sequence.cells.held
-        sequence.cells = cut.survivors.table(fresh) if cut.survivors.counts.any() else None
-        self._pool.release(sequence.drop_blocks(cut.blocks))
-        self._cells.release(old)
+    def _fill(self, layers: range, rows: Rows, cut: Cut, fresh: CellTable, amend: Amend | None) -> None:
+        for layer in layers:
+            values = amend(rows, layer, cut.part(layer)) if amend else None
+            self._gather(layer, rows, cut.survivors, fresh.cells[layer])
+            if values is not None:
+                self._write(layer, cut.survivors, fresh.cells[layer], values)
 
     def _piece_by_piece(self, sequence: Sequence, rows: Rows, cut: Cut, amend: Amend | None) -> bool:
         """The blocks become cells of the sequence as they are, and each cell is released once its survivors are copied.
@@ -193,7 +248,7 @@ class Evictor:
                 values = amend(rows, layer, cut.part(layer)) if amend else None
                 self._copy_in_pieces(layer, rows, cut.survivors, old, fresh)
                 if values is not None:
-                    self._write(layer, cut.survivors, fresh, values)
+                    self._write(layer, cut.survivors, padded_cells([fresh])[0], values)
             except Exception as error:
                 mixed = [[*own, *more.values()] for own, more in zip(fresh, old, strict=True)]
                 rest = [[[*own.values()] for own in others] for others in cells[layer + 1 :]]
@@ -214,33 +269,33 @@ class Evictor:
             columns = max(1, self._cells.obtainable(index) // len(old))
             for own, more in zip(fresh, self._allocate((counts - done).clamp(0, columns), layer), strict=True):
                 own += more
-            self._gather(layer, rows, survivors, fresh, slice(done * size, (done + columns) * size))
+            part = slice(done * size, (done + columns) * size)
+            self._gather(layer, rows, survivors, padded_cells([fresh])[0], part)
             done += columns
             for head, given in enumerate(old):
                 ahead = {pick // size for pick in picks[head, done * size :].tolist() if pick >= 0}
                 self._cells.release([given.pop(column) for column in [*given] if column not in ahead])
 
     def _gather(
-        self, layer: int, rows: Rows, survivors: Survivors, cells: HeadCells, part: slice = slice(None)
+        self, layer: int, rows: Rows, survivors: Survivors, cells: torch.Tensor, part: slice = slice(None)
     ) -> None:
-        """Copy one layer's survivors, or those at some rows of their table, into their cells."""
+        """Copy one layer's survivors, or those at some rows of their table, into their cells [H, C]."""
         size, picks = self._pool.block_tokens, survivors.picks[layer]
         first = part.start or 0
         head, at = (picks[:, part] >= 0).nonzero(as_tuple=True)
         at += first
-        picked, table = picks[head, at], padded_cells([cells])[0]
+        picked = picks[head, at]
         self._store.gather_cells(
-            rows.cells[layer][head, picked // size], picked % size, table[head, at // size], at % size
+            rows.cells[layer][head, picked // size], picked % size, cells[head, at // size], at % size
         )
 
-    def _write(self, layer: int, survivors: Survivors, cells: HeadCells, values: torch.Tensor) -> None:
-        """Give one layer's survivors other values."""
+    def _write(self, layer: int, survivors: Survivors, cells: torch.Tensor, values: torch.Tensor) -> None:
+        """Give one layer's survivors, which lie in `cells` [H, C], other values."""
         size, picks = self._pool.block_tokens, survivors.picks[layer]
         head, at = (picks >= 0).nonzero(as_tuple=True)
-        table, picked = padded_cells([cells])[0], picks[head, at]
         device = values.device
-        chosen = values[head.to(device), picked.to(device)]
-        self._store.write_values(layer, table[head, at // size], at % size, chosen)
+        chosen = values[head.to(device), picks[head, at].to(device)]
+        self._store.write_values(layer, cells[head, at // size], at % size, chosen)
 
     # -- cells ---------------------------------------------------------------------------------------------------
 
@@ -274,10 +329,6 @@ def _leaving(sequence: Sequence, rows: Rows, blocks: list[int]) -> list[list[dic
         [{at: ids[at] for at in columns if there[at]} for ids, there in zip(layer.tolist(), own.tolist(), strict=True)]
         for layer, own in zip(rows.cells, held, strict=True)
     ]
-
-
-def _flat(layers: list[HeadCells]) -> list[int]:
-    return [cell for layer in layers for own in layer for cell in own]
 
 
 def _sum(counts: torch.Tensor) -> int:

@@ -176,7 +176,7 @@ class EngineLoop:
             self._listeners.append(listener)
 
     def _step(self) -> bool:
-        """One step of the engine; whether it had anything to compute."""
+        """One step of the engine; whether there is anything to do without waiting."""
         began = self._clock()
         chunks = self._engine.step()
         stats = StepStats(
@@ -188,7 +188,7 @@ class EngineLoop:
         )
         for listener in self._listeners:
             listener(stats)
-        return bool(chunks)
+        return bool(chunks) or self._engine.cutting
 
     def _first_worked_on(self, chunks: list[Chunk], began: float) -> tuple[float, ...]:
         names = [*(chunk.sequence.request_id for chunk in chunks), *self._engine.forked]

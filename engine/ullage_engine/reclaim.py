@@ -182,7 +182,9 @@ class Reclaimer:
         """Token slots of held blocks and cells, and how many hold a token; cells count by layers times heads."""
         usage, cells, size = self._pool.usage(), self._cells.usage(), self._pool.block_tokens
         grid = self._cells.cells_per_block
-        entries = sum(s.cells.entries for s in self._scheduler.running if s.cells is not None and s.reads is None)
+        running = self._scheduler.running
+        tables = [s.coming if s.reads is not None else s.cells for s in running]
+        entries = sum(table.entries for table in tables if table is not None)
         allocated = (usage.active - cells.blocks) * size + cells.used * size // grid
         return allocated, min(allocated, usage.slots_filled + entries // grid)
 

@@ -194,6 +194,9 @@ class Scheduler:
         cells = sequence.take_cells()
         if sequence.reads is None:  # else they are its parent's
             self.cells.release(cells)
+        if sequence.coming is not None:
+            self.cells.release(sequence.coming.held)
+            sequence.coming = None
 
     # -- room for the running ones -------------------------------------------------------------------------------
 

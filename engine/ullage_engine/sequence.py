@@ -49,6 +49,8 @@ class Sequence:
     """Tokens whose dense rows are gone, whatever of them `cells` keeps."""
     cells: CellTable | None = None
     """What was kept of evicted blocks; None: nothing."""
+    coming: CellTable | None = None
+    """Of a reader: cells that are being filled for the sequence that it reads, and are its own until then."""
     reads: Watch | None = None
     """Of a reader, which computes tokens for the sake of their queries: who sees them. Its cells are its parent's."""
     held: bool = False

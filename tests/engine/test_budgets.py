@@ -236,12 +236,100 @@ def test_values_are_fitted_where_the_context_was_read_again(
             monkeypatch.setattr("ullage_engine.budgets.amended", lambda *_: None)
         engine = engine_of(model, kind="fp32")
         ask(engine, "a", PROMPT, 20, 100, policy)
-        table = until_cut(engine).cells
-        store = engine._runner.store
-        return [torch.cat(store.read_cells(layer, table.padded(layer)[None], torch.float32)) for layer in range(2)]
+        return content(engine, until_cut(engine))
 
     changed = [(ours != plain).flatten(1).any(1) for ours, plain in zip(values(True), values(False), strict=True)]
     assert [layer.tolist() for layer in changed] == [[False, fitted]] * 2, "keys, values"
+
+
+def content(engine: Engine, sequence: Any) -> list[torch.Tensor]:
+    """Keys and values in its cells, by layer."""
+    table, store = sequence.cells, engine._runner.store  # type: ignore[attr-defined]
+    return [torch.cat(store.read_cells(layer, table.padded(layer)[None], torch.float32)) for layer in range(2)]
+
+
+def until_cutting(engine: Engine, layers: int) -> Any:
+    """Step until a cut has begun and so many layers are filled; the sequence."""
+    for _ in range(200):
+        reading = engine.reclaimer.budgets._reading
+        if engine.cutting and reading.cutting.layers == layers:  # type: ignore[union-attr]
+            return reading.sequence  # type: ignore[union-attr]
+        engine.step()
+    raise AssertionError("no cut began")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp32"])
+def test_a_cut_spread_over_steps_is_the_same_cut(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for rows in (1, 1 << 30):
+        monkeypatch.setattr("ullage_engine.budgets.FITTED_ROWS", rows)
+        engine = engine_of(model, kind=kind)
+        outputs = ask(engine, "a", PROMPT, 20, 100, "reconstruct")
+        cut = content(engine, until_cut(engine))
+        blocks = engine.reclaimer.totals().evicted_blocks
+        finish(engine)
+        found[rows] = cut, [output.token for output in outputs], blocks
+    (cut, tokens, blocks), (at_once, wanted, expected) = found.values()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(cut, at_once, strict=True))
+    assert (tokens, blocks) == (wanted, expected)
+    assert blocks > 0
+
+
+def test_others_go_on_while_a_sequence_is_cut(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ullage_engine.budgets.FITTED_ROWS", 1)
+    engine = engine_of(model)
+    outputs = ask(engine, "b", [9] * 20, 200)
+    engine.step()
+    cut = ask(engine, "a", PROMPT, 20, 100, "reconstruct")
+    sequence, before, received = until_cutting(engine, 0), len(outputs), len(cut)
+    for step in range(2):
+        assert engine.cutting
+        assert sequence.cells is None
+        engine.step()
+        engine.check_integrity()
+        assert (len(outputs), len(cut)) == (before + step + 1, received), "others go on, the sequence waits"
+    assert not engine.cutting
+    assert sequence.cells is not None
+    finish(engine)
+    assert len(cut) == 20
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+@pytest.mark.parametrize("event", ["evict", "compact", "abort", "preempted", "reader preempted", "fit failed"])
+def test_whatever_happens_to_a_cut_that_has_begun(
+    model: Any, event: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_engine.budgets.FITTED_ROWS", 1)
+    engine = engine_of(model)
+    outputs = ask(engine, "a", PROMPT, 40, 100, "reconstruct")
+    sequence = until_cutting(engine, layers)
+    reader = engine.scheduler.running[1]
+    if event == "evict":
+        engine.evict(ratio=0.5, bytes_=None, dry_run=False)
+    elif event == "compact":
+        engine.compact(1000)
+    elif event == "abort":
+        engine.abort("a")
+    elif event == "preempted":
+        engine.scheduler.preempt(sequence)
+    elif event == "reader preempted":
+        engine.scheduler.preempt(reader)
+    else:
+        monkeypatch.setattr("ullage_engine.budgets.amended", lambda *_: 1 / 0)
+    engine.check_integrity()
+    engine.step()
+    engine.check_integrity()
+    if event == "reader preempted":
+        assert sequence.cells is not None, "it is cut all the same"
+        assert not engine.cutting
+    if event == "fit failed":
+        assert sequence.cells is None
+        assert not engine.cutting
+    finish(engine)
+    assert engine.scheduler.cells.usage().blocks == 0
+    if event != "abort":
+        assert len(outputs) == 40
+        assert outputs[-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize("steps", range(4, 14))

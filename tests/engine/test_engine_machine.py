@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ullage_engine import budgets
 from ullage_engine.budgets import Retention
 from ullage_engine.fake_runner import expected_tokens, mix
 from ullage_engine.policies import Needs, SequenceView
@@ -60,6 +61,12 @@ class Uneven:
 POLICIES = (Recency(), Uneven(), Uneven("asking", Needs.QUERIES), Uneven("rereading", Needs.REREADING))
 NAMES = [policy.name for policy in POLICIES]
 RETENTION = Retention(interval=5, policies={policy.name: policy for policy in POLICIES})
+
+
+@pytest.fixture(autouse=True)
+def spread_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer a step, so that everything happens in the middle of cuts, too."""
+    monkeypatch.setattr(budgets, "FITTED_ROWS", 1)
 
 
 class EngineMachine(RuleBasedStateMachine):
