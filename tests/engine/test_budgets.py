@@ -275,6 +275,28 @@ def test_a_cut_spread_over_steps_is_the_same_cut(model: Any, kind: str, monkeypa
     assert blocks > 0
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+def test_cells_may_move_while_they_are_filled(model: Any, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ullage_engine.budgets.FITTED_ROWS", 1)
+    found = []
+    for compacted in (False, True):
+        engine = engine_of(model)
+        ask(engine, "x", PROMPT[:250], 200, 90, "window")
+        until_cut(engine, "x")
+        ask(engine, "a", PROMPT, 20, 100, "reconstruct")
+        sequence = until_cutting(engine, layers)
+        engine.abort("x")  # leaves holes
+        if compacted:
+            coming = engine.scheduler.running[1].coming
+            assert engine.compact(1000).cells_moved > 0
+            assert not torch.equal(engine.scheduler.running[1].coming.cells, coming.cells)  # type: ignore[union-attr]
+        engine.check_integrity()
+        assert until_cut(engine) is sequence
+        found.append(content(engine, sequence))
+        finish(engine)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_others_go_on_while_a_sequence_is_cut(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ullage_engine.budgets.FITTED_ROWS", 1)
     engine = engine_of(model)
