@@ -293,7 +293,7 @@ class BudgetKeeper:
                 self._begin_cut(reading)
 
     def _begin_cut(self, reading: _Reading) -> None:
-        """Take cells for the survivors; what holds them meanwhile keeps others from the sequence's blocks, too."""
+        """Take cells for the survivors; what holds them meanwhile keeps the sequence's blocks where they are, too."""
         if reading.scores is None:  # nothing is fitted, and copying is quick
             self._cut(reading)
             return
@@ -319,9 +319,13 @@ class BudgetKeeper:
         amend = reading.amend(self._store)
         self._evictor.fill(sequence, plan, range(first, cutting.layers), reader.coming, amend)
         if cutting.layers == layers:
-            begun, reader.coming = Begun(reader.coming, cutting.taken), None
+            fresh, reader.coming = reader.coming, None
             self._scheduler.finish(reader)
-            self._end(reading, self._evictor.switch(sequence, plan, begun))
+            if self._evictor.worth(sequence, plan, fresh):
+                self._end(reading, self._evictor.switch(sequence, plan, Begun(fresh, cutting.taken)))
+            else:
+                self._scheduler.cells.release(fresh.held)
+                self._end(reading, NOTHING_EVICTED)
 
     def _cut(self, reading: _Reading) -> None:
         """All at once."""

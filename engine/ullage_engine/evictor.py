@@ -166,6 +166,16 @@ class Evictor:
         """Copy some layers' survivors into their fresh cells; both these and the old ones may have moved meanwhile."""
         self._fill(layers, self._rows(sequence, plan.cold), plan.cut, fresh, amend)
 
+    def worth(self, sequence: Sequence, plan: Plan, fresh: CellTable) -> bool:
+        """Whether a switch leaves more blocks than giving the fresh cells back: others may share the old by now."""
+        own = sum(self._pool.private(sequence.table[index]) for index in plan.cut.blocks)
+        old = self._cells.count([] if sequence.cells is None else sequence.cells.held)
+        return own + self._spare_without(old) > self._spare_without(self._cells.count(fresh.held))
+
+    def _spare_without(self, counts: list[int]) -> int:
+        used = self._cells.used_by_class()
+        return self._cells.spare_blocks([have - less for have, less in zip(used, counts, strict=True)])
+
     def switch(self, sequence: Sequence, plan: Plan, begun: Begun) -> Evicted:
         """Give a sequence its fresh cells, which are filled, in place of what it has now."""
         available = self._pool.available
@@ -174,7 +184,8 @@ class Evictor:
         self._pool.release(sequence.drop_blocks(plan.cut.blocks))
         self._cells.release(old)
         self._mend_holes()
-        return Evicted(self._pool.available - available - begun.taken, plan.cut.dropped)
+        freed = self._pool.available - available - begun.taken
+        return Evicted(max(0, freed), plan.cut.dropped)  # what a copy still reads comes later
 
     def _mend_holes(self) -> None:
         for moves in self._cells.mending():  # the old cells left holes

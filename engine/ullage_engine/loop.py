@@ -177,7 +177,7 @@ class EngineLoop:
 
     def _step(self) -> bool:
         """One step of the engine; whether there is anything to do without waiting."""
-        began = self._clock()
+        began, cutting = self._clock(), self._engine.cutting
         chunks = self._engine.step()
         stats = StepStats(
             tokens=sum(chunk.width for chunk in chunks),
@@ -188,7 +188,7 @@ class EngineLoop:
         )
         for listener in self._listeners:
             listener(stats)
-        return bool(chunks) or self._engine.cutting
+        return bool(chunks) or cutting or self._engine.cutting
 
     def _first_worked_on(self, chunks: list[Chunk], began: float) -> tuple[float, ...]:
         names = [*(chunk.sequence.request_id for chunk in chunks), *self._engine.forked]

@@ -94,9 +94,10 @@ class RereadWatch:
 
 def amended(store: KeyStore, sample: Sample, rows: Rows, layer: int, part: Part) -> torch.Tensor | None:
     """Values [H, R, D] that survivors of a layer get (`refit`), while all its rows are there; None: nothing to do."""
-    if not part.free.any():
+    noted = sample.of(layer)
+    if noted is None or not part.free.any():
         return None
-    queries, rule = sample.of(layer)
+    queries, rule = noted
     device = queries.vectors.device
     keys, values = store.read_cells(layer, rows.cells[layer])
     known = Keys(keys, rows.positions[layer].to(device), rows.exists[layer].to(device))

@@ -394,7 +394,12 @@ def _wanted(sequence: Sequence) -> int:
 
 
 def preemption_cost(sequence: Sequence, pool: BlockPool) -> float:
-    """Tokens to recompute for each block that preempting frees; shared blocks neither cost nor free anything."""
+    """Tokens to recompute for each block that preempting frees; shared blocks neither cost nor free anything.
+
+    A reader whose cells are being filled costs nothing: its sequence is cut without it.
+    """
+    if sequence.coming is not None:
+        return 0.0
     own = sum(pool.references(block) == 1 for block in sequence.table)
     shared = (len(sequence.table) - own) * sequence.block_tokens
     freed = own + (sequence.cells.blocks if sequence.cells is not None else 0.0)

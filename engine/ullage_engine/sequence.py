@@ -103,8 +103,8 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still generate."""
-        return self.request.sampling.max_tokens - self.generated
+        """Tokens it may still generate; a reader generates none."""
+        return 0 if self.reads is not None else self.request.sampling.max_tokens - self.generated
 
     @property
     def decoding(self) -> bool:

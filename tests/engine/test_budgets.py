@@ -12,6 +12,7 @@ from test_fused import tiny
 from ullage_engine import policies
 from ullage_engine.budgets import Retention
 from ullage_engine.engine import Engine
+from ullage_engine.reclaim import ReclaimTally
 from ullage_engine.request import GenerationRequest, KvBudget, SamplingParams, TokenOutput
 
 PROMPT = [(7 * i * i + 3 * i) % 251 for i in range(300)]
@@ -273,6 +274,42 @@ def test_a_cut_spread_over_steps_is_the_same_cut(model: Any, kind: str, monkeypa
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(cut, at_once, strict=True))
     assert (tokens, blocks) == (wanted, expected)
     assert blocks > 0
+
+
+def test_a_cut_that_frees_nothing_any_more_is_given_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that shares the whole context came while it was cut: what is left of it would be held twice."""
+    monkeypatch.setattr("ullage_engine.budgets.FITTED_ROWS", 1)
+    engine = engine_of(model)
+    ask(engine, "a", PROMPT, 20, 100, "reconstruct")
+    sequence = until_cutting(engine, 0)
+    ask(engine, "b", PROMPT, 20)
+    before = engine.pool.available
+    while engine.cutting:
+        engine.step()
+        engine.check_integrity()
+    assert sequence.cells is None
+    assert engine.reclaimer.totals() == ReclaimTally()
+    assert engine.pool.available > before, "the fresh cells are back"
+    finish(engine)
+
+
+def test_who_needs_blocks_gets_those_of_a_cut_under_way_first(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ullage_engine.budgets.FITTED_ROWS", 1)
+    engine = engine_of(model)
+    ask(engine, "c", [9] * 20, 200)
+    engine.step()
+    outputs = ask(engine, "a", PROMPT, 20, 100, "reconstruct")
+    sequence = until_cutting(engine, 0)
+    scheduler, others = engine.scheduler, engine.pool.allocate(engine.pool.available)
+    assert scheduler._make_room(scheduler.running[0], 48)
+    assert scheduler.tally.preemptions == 0
+    assert all(running.reads is None for running in scheduler.running)
+    engine.pool.release(others)
+    engine.reclaimer.budgets.keep()
+    engine.check_integrity()
+    assert sequence.cells is not None, "it is cut all the same"
+    finish(engine)
+    assert len(outputs) == 20
 
 
 @pytest.mark.parametrize("layers", [0, 1])

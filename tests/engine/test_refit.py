@@ -76,6 +76,10 @@ def test_a_row_takes_over_what_its_twin_said() -> None:
     assert torch.equal(fitted[0, 1], values[0, 1])
 
 
+def test_nothing_was_noted() -> None:
+    assert Sample(10, 1).of(0) is None
+
+
 def test_what_queries_sample_does_not_depend_on_the_steps_they_came_in() -> None:
     context, heads = 2000, 3
     vectors = torch.randn(context, 9, SIZE, generator=torch.Generator().manual_seed(2))

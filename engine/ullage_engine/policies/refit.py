@@ -83,6 +83,8 @@ class Sample:
         self._positions.setdefault(layer, []).append(queries.positions[chosen])
         self._rules[layer] = rule
 
-    def of(self, layer: int) -> tuple[Queries, Rule]:
-        """What was noted of a layer."""
+    def of(self, layer: int) -> tuple[Queries, Rule] | None:
+        """What was noted of a layer; None: nothing."""
+        if layer not in self._rules:
+            return None
         return Queries(torch.cat(self._vectors[layer]), torch.cat(self._positions[layer])), self._rules[layer]
