@@ -225,7 +225,8 @@ async def _watch(credentials: Credentials, stop: asyncio.Event) -> None:
     looks = 0
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), CREDENTIALS_PERIOD_S)
+            async with asyncio.timeout(CREDENTIALS_PERIOD_S):
+                await stop.wait()
         looks += 1
         if not credentials.refresh() and looks % CHECK_EVERY == 0:
             credentials.check()

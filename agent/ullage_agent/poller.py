@@ -69,7 +69,8 @@ class Poller:
             await self.poll_once()
             pause = max(0.0, self._config.period_s - (self._clock.monotonic() - began))
             try:
-                await asyncio.wait_for(stop.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await stop.wait()
             except TimeoutError:
                 continue
 

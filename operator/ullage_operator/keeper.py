@@ -116,7 +116,8 @@ class Keeper:
             return
         try:
             pause = self._office.pace.pause(self._key, astir=self._astir, spent_s=spent_s)
-            await asyncio.wait_for(self._woken.wait(), pause)
+            async with asyncio.timeout(pause):  # wait_for forgets a cancellation that comes together with the event
+                await self._woken.wait()
         except TimeoutError:
             return
 

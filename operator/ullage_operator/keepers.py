@@ -102,7 +102,8 @@ class Keepers:
         looked = float("-inf")
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._missed.wait(), every_s)
+                async with asyncio.timeout(every_s):
+                    await self._missed.wait()
             missed = self._missed.is_set()
             self._missed.clear()
             try:

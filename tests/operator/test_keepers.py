@@ -114,6 +114,18 @@ async def test_a_new_generation_and_a_child_s_change_wake(cluster: Any, keepers:
     await cluster.until(lambda: ("Service", "web") in cluster.objects)
 
 
+async def test_closing_ends_a_keeper_that_is_woken_in_the_same_moment(cluster: Any, office: Office, build: Any) -> None:
+    office.pace = Pace(60.0)
+    keepers = Keepers(office)
+    cluster.objects["InferenceService", "web"] = stored(build)
+    keepers.service_seen("ADDED", stored(build))
+    await cluster.until(lambda: applied(cluster))
+    await asyncio.sleep(0.1)  # it waits for its next round
+    keepers.child_seen("DELETED", cluster.objects["Deployment", "web"])
+    async with asyncio.timeout(10):
+        await keepers.close()
+
+
 EVENT: ContextVar[dict[str, Any]] = ContextVar("EVENT")
 
 
