@@ -22,19 +22,18 @@ CHILDREN = (
     ("", "v1", "secrets"),
     ("networking.k8s.io", "v1", "networkpolicies"),
 )
-Tell = Callable[..., None]
-"""Takes a function and its arguments."""
 BUDGETS = "policy", "poddisruptionbudgets"
 """In whichever version the cluster serves."""
 LEADER_WORKER_SETS = "leaderworkerset.x-k8s.io", "v1", "leaderworkersets"
-"""Where the cluster has them when the operator starts."""
+"""Where the cluster has them when the watches begin."""
+Tell = Callable[..., None]
+"""Has a function called, whose arguments follow, where keepers live."""
 
 
 def register(
     registry: kopf.OperatorRegistry, keepers: Keepers, office: Office, *, tell: Tell, ending: Callable[[], None]
 ) -> None:
-    """Add all handlers to the registry. They run in kopf's thread; `tell` has a function called where keepers live,
-    and `ending` hears that kopf stops."""
+    """Add all handlers to the registry. They run in kopf's thread; `ending` hears that kopf stops."""
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:

@@ -415,6 +415,12 @@ def own_plane(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield plane
 
 
+def failures(running: Program, kind: str) -> float:
+    """Rounds of an operator that failed in this way."""
+    text = http_get(f"{running.facts['http']}/metrics")
+    return metric(text, f'ullage_operator_errors_total{{kind="{kind}"}}')
+
+
 def test_an_api_server_killed_in_the_middle_of_everything(own_plane: ControlPlane, tmp_path: Path) -> None:
     """Watches are cut and their versions gone; while it is away nothing is begun, afterwards all goes on."""
     kubectl = Kubectl(own_plane.kubeconfig, tmp_path / "cache")
@@ -429,12 +435,7 @@ def test_an_api_server_killed_in_the_middle_of_everything(own_plane: ControlPlan
             "a running record", lambda: [r for r in records(kubectl, "evict") if r.get("status", {}).get("answeredAt")]
         )
         own_plane.kill_apiserver()
-
-        def errors() -> float:
-            text = http_get(f"{running.facts['http']}/metrics")
-            return metric(text, 'ullage_operator_errors_total{kind="cluster"}')
-
-        eventually("the operator to notice", lambda: errors() >= 2)
+        eventually("the operator to notice", lambda: failures(running, "cluster") >= 2)
         assert http_get(f"{running.facts['http']}/healthz") == "ok\n"
         own_plane.start_apiserver()
         record = eventually("its end", lambda: phase(kubectl, "evict", "Succeeded"))
@@ -460,12 +461,7 @@ def test_watches_that_were_refused_begin_anew(own_plane: ControlPlane, tmp_path:
         own_plane.kill_apiserver()
         own_plane.forget("apiextensions.k8s.io/customresourcedefinitions", "remediations.ullage.dev")
         own_plane.start_apiserver()
-
-        def failures() -> float:
-            text = http_get(f"{running.facts['http']}/metrics")
-            return metric(text, 'ullage_operator_errors_total{kind="watch"}')
-
-        eventually("the watches to end", failures)
+        eventually("the watches to end", lambda: failures(running, "watch"))
         definitions = crds(cel=own_plane.version() >= (1, 25))
         establish(kubectl, [text for text in definitions.values() if "name: remediations." in text])
         eventually("its end", lambda: phase(kubectl, "evict", "Succeeded"))
